@@ -22,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 COMPILED = [
     "tcpstore_async/access.py",
+    "tcpstore_async/accounts.py",
     "tcpstore_async/addresses.py",
     "tcpstore_async/coercion.py",
     "tcpstore_async/keys.py",

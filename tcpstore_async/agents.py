@@ -73,7 +73,7 @@ class AgentRegistry(SharedRequests):
         if agent is None:
             if rounds is not None and rounds.closed:
                 return _framed_answer((rounds.round, CLOSED, 0))
-            self._grow(AGENT_BYTES + len(name) + (ROUNDS_BYTES + len(key) if rounds is None else 0))
+            self._make_room(AGENT_BYTES + len(name) + (ROUNDS_BYTES + len(key) if rounds is None else 0))
         if rounds is None:
             rounds = self._add_rounds(key)
         if agent is None:
@@ -105,7 +105,7 @@ class AgentRegistry(SharedRequests):
         if rounds is None:
             if action != CLOSE:
                 return _STATUS.pack(_STATUS.size - PREFIX, *_NO_ROUNDS)
-            self._grow(ROUNDS_BYTES + len(key))
+            self._make_room(ROUNDS_BYTES + len(key))
             rounds = self._add_rounds(key)
         if agent is not None:
             self._represent(waiter, agent)
@@ -256,9 +256,14 @@ class RemoveSilent(DeferredWork):
         self.registry = registry
         self.rounds = rounds
         self.missing = missing
+        self.account = registry.account
+        """That of the agent whose beat this follows from."""
         rounds.expiring = True
 
     def step(self, most: int) -> bool:
-        self.rounds.expiring = not self.registry.remove_silent(self.rounds, self.missing)
-        self.registry.settle(self.rounds)
+        registry = self.registry
+        before = registry.charge(self.account)
+        self.rounds.expiring = not registry.remove_silent(self.rounds, self.missing)
+        registry.settle(self.rounds)
+        registry.charge(before)
         return not self.rounds.expiring

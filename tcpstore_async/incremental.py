@@ -17,6 +17,7 @@ from .errors import LimitError
 from .values import Framed, Growing, length, pack
 
 if TYPE_CHECKING:
+    from .accounts import Account
     from .keyspace import Keyspace
     from .waiter_types import Counter, SharedWait, Waiter
     from .waiters import WaiterRegistry
@@ -35,9 +36,6 @@ _FREED: Final = 8 * 1024 * 1024
 
 _KEY_BYTES: Final = 1024 * 1024
 """Bytes of keys after which a step ends: long keys take longer to hash and compare."""
-
-_LONG_KEY: Final = 256
-"""Length of keys from which on comparing them takes longer than finding the stored copy."""
 
 AWAITED_BYTES: Final = 80
 """Counted for a key that a MULTI_SET wrote and whose waiters are to be woken: its entry in a dict."""
@@ -75,6 +73,8 @@ class IncrementalCommand:
         """Replies that have to follow it."""
         self.parts: list[Framed] = []
         """Parts of the reply so far. The caller of `step` takes them."""
+        self.account: Account | None = None
+        """What is counted for its client, if that is limited. The caller of `step` charges it."""
 
     def step(self, most: int) -> bool:
         """Handle the next `most` keys, or as many registrations; True once all is done. Raises PeerError."""
@@ -164,68 +164,26 @@ class ReadKeys(IncrementalCommand):
         self.keyspace.free_later(self.keys)
 
 
-class _StoredKey:
-    """Finds the object that a dict has as a key: looked up there, its `key` becomes that object."""
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, bytes) and other == self.key:
-            self.key = other
-            return True
-        return False
-
-
-class SetItems(IncrementalCommand):
-    """MULTI_SET of many pairs, or of keys with many waiters: prepared in steps, then executed at once.
-
-    Preparing names the keys for the work that wakes their waiters, and replaces long keys by the keyspace's own copies,
-    so that executing it compares no bytes: 256 MiB of them would take 50 ms.
-    """
+class PostponedMultiSet(IncrementalCommand):
+    """A MULTI_SET of keys with many waiters, while those of an earlier one are still to be woken."""
 
     def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
         super().__init__()
         self.keyspace = keyspace
         self.items = items
-        self.left = len(items)
-        """How many are not prepared yet. Preparing begins at the end of the list, see `FreeItems`."""
         self.counted: int = 0
-        """Bytes that it holds once it is prepared."""
-        self.growth: int = 0
-        self.waking = WakeKeys(keyspace)
+        """Bytes that it holds while it waits."""
         self.keeps = True
 
     def step(self, most: int) -> bool:
-        keyspace = self.keyspace
-        items = self.items
-        if self.left == 0:
-            if keyspace.waking is not None:  # one at a time; meanwhile the request counts
-                self.held = self.counted
-                return False
-            if self.held:  # it is about to be in the store, and must not count twice
-                self.held = 0
-                return False
-            keyspace.set_items(items, self.growth, self.waking)
-            return True
-        stop = max(0, self.left - most)
-        portion = items[stop : self.left]
-        self.growth += keyspace.max_growth(portion)
-        self.waking.expect(portion)
-        self.held += len(portion) * AWAITED_BYTES
-        for at in range(self.left - 1, stop - 1, -1):
-            key, value = items[at]
-            if len(key) >= _LONG_KEY:
-                stored = _StoredKey(key)
-                if stored in keyspace.values and stored.key is not key:
-                    items[at] = (stored.key, value)
-        self.left = stop
-        if stop == 0:
-            self.counted = self.held
-        return False
+        if self.keyspace.waking is not None:
+            self.counted = self.held = max(self.held, self.counted)
+            return False
+        if self.held:  # it is about to be in the store, and must not count twice
+            self.counted, self.held = self.held, 0
+            return False
+        self.keyspace.set_items(self.items)
+        return True
 
     def abandon(self) -> None:
         self.keyspace.free_later(self.items)
@@ -511,16 +469,10 @@ class WakeKeys(DeferredWork):
     about to change such a key otherwise, or to park on it, calls `WaiterRegistry.finish_waking` first.
     """
 
-    def __init__(self, registry: "WaiterRegistry") -> None:
+    def __init__(self, registry: "WaiterRegistry", keys: list[bytes]) -> None:
         self.registry = registry
-        self.keys: dict[bytes, None] = {}
-        """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
-
-    def expect(self, items: list[tuple[bytes, Framed]]) -> None:
-        """Add the keys of pairs that are about to be written."""
-        keys = self.keys
-        for key, _ in items:
-            keys[key] = None
+        self.keys: dict[bytes, None] = dict.fromkeys(keys)
+        """Keys that were written, and whose waiters have not been woken. (A set has no order.)"""
 
     def step(self, most: int) -> bool:
         registry = self.registry

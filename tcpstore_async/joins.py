@@ -74,8 +74,8 @@ class JoinRegistry(AgentRegistry):
         """Add to a counter and return the sum."""
         raise NotImplementedError
 
-    def counter_growth(self, key: bytes) -> int:
-        """Return by how much `add` enlarges the store. Raises ProtocolError if it is not possible."""
+    def make_room_to_add(self, key: bytes, size: int) -> None:
+        """Make sure that `add` is possible, and so many bytes more. Raises ProtocolError and as `_make_room`."""
         raise NotImplementedError
 
     # Commands
@@ -93,7 +93,7 @@ class JoinRegistry(AgentRegistry):
             total = self.number_at(key)
         else:
             size = self.registration_bytes(token)
-            self._grow(self.counter_growth(key) + size)
+            self.make_room_to_add(key, size)
             if joins is None:
                 joins = self.joins[key] = Joins()
             joins.add(token, size)

@@ -25,10 +25,10 @@ from .incremental import (
     OfferReturned,
     ParkOnKeys,
     Pause,
+    PostponedMultiSet,
     PostponedWaitCount,
     ReadKeys,
     ReplyInPieces,
-    SetItems,
     UnparkFirst,
     Value,
     WakeKeys,
@@ -72,6 +72,10 @@ class Keyspace(JoinRegistry):
         self.values: dict[bytes, StoredValue] = {}
         self.queues: dict[bytes, deque[Framed]] = {}
         """Never holds an empty queue."""
+        self.leased: dict[bytes, int] = {}
+        """By queue: how many items are leased. It counts until there are none, as they may go back."""
+        self.queue_count: int = 0
+        """Queues that count: those with items, and those of which items are leased."""
         self.reserved: dict[bytes, Framed] = {}
         """Information about the server: visible to GET, CHECK and WAIT, read-only, and no keys of the store."""
         self.final: set[bytes] = set()
@@ -90,7 +94,11 @@ class Keyspace(JoinRegistry):
             self.note(key)
         old = self.values.get(key)
         # The common case, without a call.
-        if isinstance(old, bytes) and (grown := self.size + len(value) - len(old)) <= self.max_size:
+        if (
+            isinstance(old, bytes)
+            and (grown := self.size + len(value) - len(old)) <= self.max_size
+            and self.account is None
+        ):
             self.size = grown
             self.values[key] = value
         else:
@@ -161,11 +169,11 @@ class Keyspace(JoinRegistry):
             self.wake_all(key)
         return total
 
-    def counter_growth(self, key: bytes) -> int:
+    def make_room_to_add(self, key: bytes, size: int) -> None:
         old = self.values.get(key)
         if old is not None:
             number(old)
-        return self._growth(key, old, COUNTER_SIZE)
+        self._make_room(self._growth(key, old, COUNTER_SIZE) + size, 1 if old is None else 0)
 
     def number_at(self, key: bytes) -> int:
         value = self.values.get(key)
@@ -204,11 +212,11 @@ class Keyspace(JoinRegistry):
             growth = len(value) - PREFIX
             if isinstance(old, Growing):
                 growing = old
-                self._grow(growth)
+                self._make_room(growth)
             else:
                 flat = framed(old)
                 growth += len(flat) + GROWING_BYTES - cost(old)
-                self._grow(growth)
+                self._make_room(growth)
                 growing = Growing(flat)
                 self.values[key] = growing
             growing.append(value)
@@ -258,6 +266,9 @@ class Keyspace(JoinRegistry):
     def num_keys(self) -> int:
         return len(self.values)
 
+    def count_keys(self) -> int:
+        return len(self.values) + self.queue_count
+
     def list_keys(self) -> list[bytes]:
         return list(self.values)
 
@@ -284,45 +295,44 @@ class Keyspace(JoinRegistry):
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""
-        if len(items) > self.portion or (self.waiters and self._registrations(items) > self.portion):
-            self.incremental = SetItems(self, items)
+        if self.waking is not None and self._registrations([key for key, _ in items]) > self.portion:
+            self.incremental = PostponedMultiSet(self, items)
         else:
-            self.set_items(items, self.max_growth(items))
+            self.set_items(items)
 
-    def _registrations(self, items: list[tuple[bytes, Framed]]) -> int:
-        """Return how many registrations setting these pairs uses up."""
+    def _registrations(self, keys: list[bytes]) -> int:
+        """Return how many registrations writing these keys uses up."""
         count = 0
-        for key, _ in items:
+        for key in keys:
             registered = self.waiters.get(key)
             if registered is not None:
                 count += len(registered)
         return count
 
-    def max_growth(self, items: list[tuple[bytes, Framed]]) -> int:
-        """Return by how much these pairs enlarge the store if all keys are new.
+    def set_items(self, items: list[tuple[bytes, Framed]]) -> None:
+        """Set every pair in order, then wake the waiters of all keys: in steps if they are many.
 
-        Raises ProtocolError for a reserved key.
+        Raises LimitError or NotAllowedError if the pairs do not fit, and ProtocolError for a reserved key.
         """
+        values, reserved, waiters = self.values, self.reserved, self.waiters
         growth = 0
         for key, value in items:
-            if key in self.reserved:
+            if key in reserved:
                 self._growth(key, None, 0)
             growth += len(key) + ENTRY_BYTES + len(value)
-        return growth
-
-    def set_items(self, items: list[tuple[bytes, Framed]], growth: int, waking: WakeKeys | None = None) -> None:
-        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if they do not fit.
-
-        Waiters are woken once all are set: now, or by the work `waking`, which expects these keys.
-        """
-        values = self.values
-        if self.size + growth > self.max_size:  # as if all keys were new: only then count exactly
-            growth = 0
+        account = self.account
+        if self.size + growth > self.max_size or not (account is None or account.usage.allows(len(items), growth)):
+            # That is as if all keys were new: only now count exactly.
+            growth = new = 0
             for key, value in dict(items).items():
-                growth += self._growth(key, values.get(key), len(value))
-            self._grow(growth)
+                old = values.get(key)
+                growth += self._growth(key, old, len(value))
+                if old is None:
+                    new += 1
+            self._make_room(growth, new)
         grown = 0
         awaited: list[bytes] = []
+        some_wait = len(waiters) > 0
         for key, value in items:
             if self.noting:
                 self.note(key)
@@ -337,20 +347,20 @@ class Keyspace(JoinRegistry):
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
-            if waking is None and key in self.waiters:
+            if some_wait and key in waiters:
                 awaited.append(key)
         self.size += grown
-        if waking is None:
-            for key in awaited:
-                if key in self.waiters:
-                    self.wake_all(key)
-        elif self.waiters:
-            self.begin_waking(waking)
+        if awaited and self._registrations(awaited) > self.portion:
+            self.begin_waking(WakeKeys(self, awaited))
             if self.counters:
-                for key, _ in items:
+                for key in awaited:
                     counter = self.counters.get(key)
                     if counter is not None:
                         self.wake_counter(counter)
+        else:
+            for key in awaited:
+                if key in waiters:
+                    self.wake_all(key)
         self.free_later(items)
 
     def free_later(self, items: list[Any]) -> None:
@@ -375,7 +385,7 @@ class Keyspace(JoinRegistry):
         if self.noting:
             self.note(key)
         growth = self._growth(key, old, length)
-        self._grow(growth)
+        self._make_room(growth, 1 if old is None else 0)
         self.size += growth
         if old is None:
             self.changes += 1
@@ -389,11 +399,15 @@ class Keyspace(JoinRegistry):
         """Append to a queue and wake the next waiter. Raises ProtocolError for a reserved key."""
         queue = self.queues.get(key)
         growth = ENTRY_BYTES + len(value)
+        new = 0
         if queue is None:
             if key in self.reserved:
                 raise ProtocolError(f"key {key.decode()} is read-only")
-            growth += len(key) + QUEUE_BYTES
-        self._grow(growth)
+            if key not in self.leased:
+                growth += len(key) + QUEUE_BYTES
+                new = 1
+        self._make_room(growth, new)
+        self.queue_count += new
         if queue is None:
             if self.noting:
                 self.note(key)
@@ -425,8 +439,14 @@ class Keyspace(JoinRegistry):
                 self.note(key)
                 self.close_group(key)
             del self.queues[key]
-            self.size -= len(key) + QUEUE_BYTES
+            if key not in self.leased:
+                self._forget_queue(key)
         return item
+
+    def _forget_queue(self, key: bytes) -> None:
+        """Stop counting a queue."""
+        self.queue_count -= 1
+        self.size -= len(key) + QUEUE_BYTES
 
     def queue_len(self, key: bytes) -> int:
         queue = self.queues.get(key)
@@ -449,6 +469,7 @@ class Keyspace(JoinRegistry):
         if queue is None:
             return 0, None
         length = len(queue)
+        self.leased[key] = self.leased.get(key, 0) + 1
         item = self._take(key, queue)
         if leases is None:
             leases = waiter.leases = {}
@@ -478,9 +499,21 @@ class Keyspace(JoinRegistry):
         leases = waiter.leases
         if leases is not None and ticket in leases:
             key, item = leases.pop(ticket)
-            self.size -= PARKED_BYTES + len(key) + ENTRY_BYTES + len(item)
+            self.size -= ENTRY_BYTES + len(item)
+            self._end_lease(key)
             if not leases:
                 waiter.leases = None
+
+    def _end_lease(self, key: bytes) -> None:
+        """Stop counting a lease, and its queue if that has no items, and no others that are leased."""
+        self.size -= PARKED_BYTES + len(key)
+        left = self.leased[key] - 1
+        if left:
+            self.leased[key] = left
+            return
+        del self.leased[key]
+        if key not in self.queues:
+            self._forget_queue(key)
 
     def give_back(self, waiter: Waiter, ticket: int) -> Framed:
         """Return the item leased under this ticket to the front of its queue, and wake the next waiter.
@@ -506,9 +539,8 @@ class Keyspace(JoinRegistry):
                     self.note(key)
                     self.close_group(key)
                 queue = self.queues[key] = deque()
-                self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
-            self.size -= PARKED_BYTES + len(key)
+            self._end_lease(key)
         if self.waiters:
             offering = OfferReturned(self, deque([key for key, _ in leased if key in self.waiters]))
             if not offering.step(self.portion):

@@ -16,6 +16,7 @@ from .limits import MEMBER_BYTES
 from .values import Framed
 
 if TYPE_CHECKING:
+    from .accounts import Account
     from .waiters import WaiterRegistry
 
 KeySet = set[bytes]
@@ -95,6 +96,10 @@ class Waiter:
         If so, the waiter has it offered later, with `WaiterRegistry.offer`, unless it leaves.
         """
         return False
+
+    def account(self) -> "Account | None":
+        """Return what is counted for it, if that is limited."""
+        return None
 
     def fire(self, value: Value | None) -> None:
         """End the wait, with the value if one was fetched. Must not call the keyspace."""

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from .accounts import Account
 from .errors import LimitError, ProtocolError
 from .incremental import (
     AWAITED_BYTES,
@@ -118,10 +119,19 @@ class WaiterRegistry:
         """The size above which `on_full` decides."""
         self.on_full: Callable[[int], None] | None = None
         """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
+        self.account: Account | None = None
+        """What is counted for whoever changes the store now, if that is limited; see `charge`."""
+        self._keys_before: int = 0
+        self._stored_before: int = 0
+        """What was stored when it was charged."""
         self._last_key: bytes = b""
         """The key of the last BARRIER, or WAIT for one key; see `known`."""
 
     # What the keyspace supplies
+
+    def count_keys(self) -> int:
+        """Return the number of keys and queues."""
+        raise NotImplementedError
 
     def reply_value(self, key: bytes) -> Value:
         """Return the value of a key as it is sent to a waiter that fetches it."""
@@ -188,6 +198,23 @@ class WaiterRegistry:
             if self.on_full is None:
                 raise LimitError("budget_bytes", self.size + growth, self.max_size)
             self.on_full(growth)
+
+    def _make_room(self, growth: int, keys: int = 0) -> None:
+        """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
+        if self.account is not None:
+            self.account.usage.demand(keys, growth)
+        self._grow(growth)
+
+    def charge(self, account: Account | None) -> Account | None:
+        """Count for this account what is stored, or no longer, from now on; return the one before, to be put back."""
+        before = self.account
+        if before is not account:
+            keys, stored = self.count_keys(), self.size - self.parked
+            if before is not None:
+                before.add(keys - self._keys_before, stored - self._stored_before)
+            self.account = account
+            self._keys_before, self._stored_before = keys, stored
+        return before
 
     def registration_bytes(self, key: bytes) -> int:
         return len(key) + PARKED_BYTES
@@ -610,9 +637,13 @@ class WaiterRegistry:
         waiter.awaited = b""
         if ended == AWAITING_VALUE:
             waiter.fire(self.reply_value(key))
-        else:
-            length, item = self.lease(waiter, key, waiter.number)
-            waiter.grant(length, item)
+            return
+        before = self.account
+        if before is None:  # else it counts for whose command this is
+            self.charge(waiter.account())
+        length, item = self.lease(waiter, key, waiter.number)
+        self.charge(before)
+        waiter.grant(length, item)
 
     # Groups
 

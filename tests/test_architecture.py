@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
     "mypyc_shim": 0, "addresses": 0, "gloo_switches": 0, "similar_keys": 0,
-    "wire": 1, "access": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
+    "wire": 1, "access": 1, "accounts": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
     "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3, "tokens": 3, "secret_files": 3,
@@ -52,6 +52,7 @@ SAME_LAYER |= {("agents", "incremental")}
 SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiter_types"), ("keyspace", "incremental")}
 SAME_LAYER |= {("shared_requests", "waiters"), ("shared_requests", "waiter_types"), ("shared_requests", "incremental")}
 SAME_LAYER |= {("waiters", "waiter_types"), ("waiters", "incremental"), ("waiter_types", "incremental")}
+SAME_LAYER |= {(user, "accounts") for user in ("waiters", "waiter_types", "incremental")}
 SAME_LAYER |= {
     (lower, upper) for lower in ("incremental", "waiter_types") for upper in ("keyspace", "waiters", "waiter_types")
 }

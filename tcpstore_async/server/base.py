@@ -204,16 +204,9 @@ class Server:
         self.stop()
 
     def close_invalid(self, ended: Callable[[Access], str]) -> None:
-        """Close every connection whose token is no longer valid; `ended` returns why, or nothing."""
+        """Close every connection whose token is no longer valid, soon; `ended` returns why, or nothing."""
         with self.lock:
-            for session, access in list(self.engine.granted.items()):
-                reason = "" if access is None else ended(access)
-                owner = session.owner
-                if reason and isinstance(owner, Transport):
-                    self.log_refusal(session.host, f"closed the connection from {session}: not allowed: {reason}")
-                    owner.close()
-            if self.engine.pending_flush:
-                self.flush_pending()
+            self.engine.end_invalid(ended)
 
     def announce(self, joins: int) -> None:
         """Publish how many ranks are expected to join in all."""

@@ -6,12 +6,13 @@ how bytes travel.
 Invariant: a command that is refused has changed nothing. A session without a guard pays nothing for there being one.
 """
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access, show
-from ..errors import NotAllowedError, counted
+from ..accounts import Account, Usage
+from ..errors import NotAllowedError
 from ..keyspace import Keyspace
-from ..limits import ENTRY_BYTES
 from ..values import Framed
 from ..waiter_types import KeyList
 from ..wire.codecs import Fields, Handler
@@ -19,38 +20,20 @@ from ..wire.commands import SERVER_KEY, Command
 
 if TYPE_CHECKING:
     from .server import ServerSession
+    from .single_link import SingleLink
 
 _GET: Final = "get"
 
 
-class Stored:
-    """What the holders of one token have stored."""
+class TokenUsage(Usage):
+    """The same, and the connections of those who have presented the token."""
 
-    def __init__(self) -> None:
-        self.keys: int = 0
-        self.bytes: int = 0
-
-
-class Usage(Stored):
-    """What the holders of one token have made the server hold, in all stores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guards: int = 0
-        """Of how many stores a guard counts here."""
-        self.nameless = Stored()
-        """Of that, what is in the store without a name."""
+    def __init__(self, access: Access) -> None:
+        super().__init__(access.identity, access.max_keys, access.max_bytes)
+        self.max_sessions = access.max_sessions
         self.sessions: set[ServerSession] = set()
-        """Those that have a connection."""
-
-    def add(self, store: Stored, keys: int, size: int) -> None:
-        """Count what one store has grown by. Where others' keys are deleted, nothing is left to count."""
-        keys = max(-store.keys, keys)
-        size = max(-store.bytes, size)
-        store.keys += keys
-        store.bytes += size
-        self.keys += keys
-        self.bytes += size
+        self.suspended: OrderedDict[SingleLink, None] = OrderedDict()
+        """Of these, those that have no connection and may come back, in the order in which they lost it."""
 
     def unused(self) -> bool:
         return not (self.guards or self.sessions or self.keys or self.bytes)
@@ -63,44 +46,45 @@ class Guard:
         self,
         keyspace: Keyspace,
         access: Access | None,
-        usage: Usage | None,
-        stored: Stored | None,
+        account: Account | None,
         identity: Framed,
         certificate: bool,
         store: str | None = None,
     ) -> None:
         """Without `access`, nothing is allowed but to ask who the server is, until a token or `certificate` is shown.
 
-        `usage` is counted, if given, and `stored` is the part of it in this store. `identity` is the reply to a GET of
-        the server's identity. `store` is the name of the store that the sessions are in; None for the one without a
-        name.
+        What is stored counts for `account`, if given. `identity` is the reply to a GET of the server's identity.
+        `store` is the name of the store that the sessions are in; None for the one without a name.
         """
         self.store = store
         self.keyspace = keyspace
         self.access = access
-        self.usage = usage
-        self.stored = stored
+        self.account = account
         self.identity = identity
         self.certificate = certificate
         self.sessions: int = 0
         """How many it stands before."""
+        self.ended: str = ""
+        """Why the token is no longer valid, if that is so."""
 
     def wrap(self, command: Command, call: Handler) -> Handler:
         """Return a function that executes a command if it is allowed. Raises NotAllowedError if not."""
+        counted = call if self.account is None else self._counted(command, call, self.account)
         if command.method == _GET:
-            return lambda key: self._get(command, call, key)
-        if self.usage is not None and (command.mutates or command.holds):
-            return lambda *fields: self._counted(command, call, fields)
-        return lambda *fields: self._checked(command, call, fields)
+            return lambda key: self._get(command, counted, key)
+        return lambda *fields: self._checked(command, counted, fields)
 
     def wrap_shared(self, command: Command, call: Handler) -> Handler:
         """Do the same for a function that takes a list of keys which many send."""
-        return lambda listed: self._listed(command, call, listed)
+        counted = call if self.account is None else self._counted(command, call, self.account)
+        return lambda listed: self._listed(command, counted, listed)
 
     def check(self, command: Command, fields: Fields) -> None:
         """Raise NotAllowedError if a command is not allowed."""
         access = self.access
-        if access is not None:
+        if self.ended:
+            refusal = self.ended
+        elif access is not None:
             refusal = access.refusal(command, fields, self.store)
         else:
             other = [key for key in command.request.keys(fields) if key != SERVER_KEY]
@@ -123,51 +107,21 @@ class Guard:
         self.check(command, (key,))
         return call(key)
 
-    def _counted(self, command: Command, call: Handler, fields: Fields) -> Any:
-        self.check(command, fields)
-        usage, stored, keyspace = self.usage, self.stored, self.keyspace
-        assert usage is not None
-        assert stored is not None
-        keys, size = self._growth(fields) if command.stores else (0, 0)
-        self._check_limits(command, keys, size)
-        keys_before = len(keyspace.values) + len(keyspace.queues)
-        size_before = keyspace.size - keyspace.parked
-        result = call(*fields)
-        if keyspace.incremental is None:
-            keys = len(keyspace.values) + len(keyspace.queues) - keys_before
-            size = keyspace.size - keyspace.parked - size_before
-        usage.add(stored, keys, size)
-        return result
-
-    def _growth(self, fields: Fields) -> tuple[int, int]:
-        """Return by how many keys and bytes a command may make the store grow, at most."""
-        first = fields[0]
-        pairs = first if isinstance(first, list) else [(first, *fields[1:])]
+    def _counted(self, command: Command, call: Handler, account: Account) -> Handler:
+        """Return a function that executes a command, and counts for an account what the store grows or shrinks by."""
         keyspace = self.keyspace
-        new: set[bytes] = set()
-        size = 0
-        for key, *values in pairs:
-            if key not in new and key not in keyspace.values and key not in keyspace.queues:
-                new.add(key)
-                size += ENTRY_BYTES + len(key)
-            for value in values:
-                if isinstance(value, (bytes, bytearray)):
-                    size += len(value)
-        return len(new), size
 
-    def _check_limits(self, command: Command, keys: int, size: int) -> None:
-        access, usage = self.access, self.usage
-        assert access is not None
-        assert usage is not None
-        for grown, held, most, what in (
-            (keys, usage.keys, access.max_keys, "key"),
-            (size, usage.bytes, access.max_bytes, "byte"),
-        ):
-            if most and grown and held + grown > most:
-                raise NotAllowedError(
-                    f"{command.name} would add {counted(grown, what)}; "
-                    f"{held:,} of the {most:,} allowed for token {access.identity} are in use"
-                )
+        def execute(*fields: Any) -> Any:
+            account.usage.command = command.name
+            before = keyspace.charge(account)
+            try:
+                return call(*fields)
+            finally:
+                keyspace.charge(before)
+                if keyspace.incremental is not None:
+                    keyspace.incremental.account = account
+
+        return execute
 
 
 def authentication_required(what: str, certificate: bool) -> str:

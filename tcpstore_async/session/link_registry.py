@@ -167,6 +167,19 @@ class LinkRegistry:
             was, access = known.granted, known.access
         return was == (carrier in granted) and access == granted.get(carrier)
 
+    def make_way(self, session: ServerSession) -> None:
+        """End the sessions of a new one's token that have been without a connection for longest, if there are too many.
+
+        One that resumes is not new: its token is known before that is, so it is admitted whatever is suspended.
+        """
+        usage = self.engine.usage_of(session)
+        if usage is None:
+            return
+        while usage.suspended and 0 < usage.max_sessions < len(usage.sessions):
+            oldest = next(iter(usage.suspended))
+            oldest.end(f"a new session has taken its place (token {usage.identity} allows {usage.max_sessions})")
+        session.engine.activate()
+
     def refuse(self, host: str, peer: str, reason: str) -> None:
         """Report that something was refused to a peer."""
         if self.on_refusal is not None:
@@ -206,6 +219,7 @@ class LinkRegistry:
                 link.end("its client has started over")
             if self.stopping:
                 return self._reply(LINK_REFUSED, 0, "the server is stopping")
+            self.make_way(carrier)
             count = len(self.singles) + self.sessions
             if count >= engine.limits.sessions:
                 return self._reply(LINK_REFUSED, 0, f"session limit {count} reached (the `sessions` limit)")

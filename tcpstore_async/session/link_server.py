@@ -167,6 +167,8 @@ class ServerLink(Link):
         self._heard = self._sent = self.registry.now
         self.note()
         self.passed.connect()
+        for linked in self.sessions.values():
+            linked.session.came_back()
 
     def detach(self) -> None:
         """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
@@ -298,6 +300,7 @@ class ServerLink(Link):
         linked = self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
         if self.granted:
             linked.session.grant_access(self.access)
+            registry.make_way(linked.session)
         if self.over:  # the session was one too many for the budget
             registry.end_later(self)
 

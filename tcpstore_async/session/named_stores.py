@@ -15,12 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
+from ..accounts import Account
 from ..errors import NotAllowedError, PeerError, ProtocolError
 from ..incremental import DeferredWork, FreeDict, IncrementalCommand
 from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
-from .guard import Stored
+from .guard import TokenUsage
 from .history import NEVER
 from .identity import (
     CLOSED,
@@ -36,7 +37,7 @@ from .identity import (
     encode_identity,
     with_store,
 )
-from .server import Engine, ServerSession, Transport, printable
+from .server import Engine, EvictSessions, ServerSession, Transport, printable
 
 _MAX_ENTER: Final = 4096
 """Bytes of all items."""
@@ -52,9 +53,6 @@ ENTRY_BYTES: Final = 1024
 
 _REMEMBERED: Final = 1024
 """Stores that have ended of which it is remembered why."""
-
-_CLOSING: Final = 16
-"""A session is closed in the time in which so many keys are handled."""
 
 _LETTING_IN: Final = 8
 """A session is let in in the time in which so many keys are handled."""
@@ -116,11 +114,13 @@ class NamedStore:
         """When it was created, in seconds of the server's clock."""
         self.owners: dict[ServerSession, str] = {}
         """The sessions of its owners, each with its owner's id."""
+        self._connected: dict[ServerSession, None] = {}
+        """Of these, those that were not found without a connection; see `look`."""
         self.ids: set[str] = set()
         """The ids of its owners, and what they share it by."""
         self.sessions: dict[ServerSession, bool] = {}
         """All that are in it."""
-        self.stored: dict[str, Stored] = {}
+        self.accounts: dict[str, Account] = {}
         """What the holders of tokens with limits have stored in it, by the token's id."""
         self.over = ""
         """Why it has ended; empty as long as it has not."""
@@ -134,14 +134,53 @@ class NamedStore:
     def __str__(self) -> str:
         return f"the store {self.name!r}"
 
+    def account(self, usage: TokenUsage) -> Account:
+        """Return what the holders of a token have stored in it."""
+        return self.accounts.setdefault(usage.identity, Account(usage))
+
     def joined(self) -> int:
         """Return how many ranks have joined it."""
         count = self.engine.keyspace.values.get(WORKERS_KEY)
         return count if isinstance(count, int) else 0
 
+    def own(self, session: ServerSession, owner: str) -> None:
+        """Let a session be one of an owner's."""
+        self.owners[session] = owner
+        self._connected[session] = None
+
+    def disown(self, session: ServerSession) -> str:
+        """Let a session be an owner's no more; return that owner's id, if it was."""
+        self._connected.pop(session, None)
+        return self.owners.pop(session, "")
+
+    def disown_all(self) -> None:
+        self._connected.clear()
+        self.owners.clear()
+
+    def came_back(self, session: ServerSession) -> None:
+        """Note that a session has a connection again."""
+        if session in self.owners:
+            self._connected[session] = None
+
+    def look(self, most: int) -> bool:
+        """Look at most so many of its owners' sessions for one that has a connection; False if that does not suffice.
+
+        Each is looked at once, until it has a connection again: an owner may have very many.
+        """
+        connected = self._connected
+        for _ in range(most):
+            if not connected:
+                return True
+            session, _ = connected.popitem()
+            if not isinstance(session.owner, Transport) or session.owner.awaited_since() != inf:
+                connected[session] = None
+                return True
+        return not connected
+
     def is_lost(self) -> bool:
         """Return whether all connections of its owners are broken. Perhaps they are dead, and it is about to end."""
-        return all(isinstance(one.owner, Transport) and one.owner.awaited_since() == inf for one in self.owners)
+        self.look(len(self._connected))
+        return not self._connected
 
     def error(self) -> StoreEnded:
         return StoreEnded(f"{self} ended: {self.over}")
@@ -252,7 +291,7 @@ class NamedStores:
             raise ProtocolError("END_STORE from a connection that owns no store")
         mine = store.owners[session]
         for one in [one for one, owner in store.owners.items() if owner == mine]:
-            del store.owners[one]
+            store.disown(one)
             store.sessions[one] = False
             session.engine.keyspace.depart(one)
         store.ids.discard(mine)
@@ -274,7 +313,7 @@ class NamedStores:
         if store is None:
             return
         store.sessions.pop(session, None)
-        if store.owners.pop(session, "") and not store.owners and not store.over:
+        if store.disown(session) and not store.owners and not store.over:
             self._end(store, f"its owner ({store.creator}) left")
             self.close(store)
         if store.over and not store.sessions:
@@ -293,7 +332,9 @@ class NamedStores:
         """Close, in portions, the connections that are still in a store that has ended."""
         store.released = NEVER
         if store in self.ending:
-            self.engine.keyspace.defer(_CloseSessions(self, store))
+            self.engine.keyspace.defer(
+                EvictSessions(list(store.sessions), lambda one: store.error() if one in store.sessions else None)
+            )
 
     def oldest_released(self) -> NamedStore | None:
         """Return the store that others have had the longest time to leave since its owner has ended it."""
@@ -347,6 +388,11 @@ class NamedStores:
             return f"token {access.identity} is only for the store {access.store!r}, not for {entry.name!r}"
         if entry.owner and not access.may_write():
             return f"token {access.identity} grants only read access, but the owner of a store needs write access"
+        if entry.owner and not (access.store or access.whole()):
+            return (
+                f"token {access.identity} is only for keys with the prefix {access.prefix!r}; to own {entry.name!r} "
+                "takes a token for that store or for all keys"
+            )
         return ""
 
     def _create(self, entry: Entry) -> NamedStore:
@@ -375,7 +421,7 @@ class NamedStores:
         store.sessions[session] = True
         if not entry.owner:
             return
-        store.owners[session] = entry.owner
+        store.own(session, entry.owner)
         if entry.owner not in store.ids:
             store.ids.add(entry.owner)
             if entry.shares:
@@ -433,7 +479,7 @@ class NamedStores:
         self.ended[store.incarnation] = store.name, why
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)
-        store.owners.clear()
+        store.disown_all()
         if store.engine.joins:
             store.engine.announce(0)
         if not store.sessions:
@@ -462,12 +508,11 @@ class NamedStores:
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(FreeDict(joins.waiters))
-        for identity, stored in store.stored.items():
+        for identity, account in store.accounts.items():
+            account.close()
             usage = root.usage.get(identity)
-            if usage is not None:  # else nothing of it is left in any store
-                usage.add(stored, -stored.keys, -stored.bytes)
-                if usage.unused():
-                    del root.usage[identity]
+            if usage is not None:
+                root.forget_unused(usage)
         keyspace.on_work = None
         keyspace.work.clear()
         engine.take_apart()
@@ -482,6 +527,9 @@ class _Enter(IncrementalCommand):
         self.entry = entry
 
     def step(self, most: int) -> bool:
+        store = self.registry.stores.get(self.entry.name)
+        if store is not None and not store.look(most):
+            return False
         self.result = self.registry.decide(self.entry)
         if self.result is None:
             self.registry.park(self.entry)
@@ -506,23 +554,6 @@ class _LetIn(DeferredWork):
             entry = self.waiting.pop(waiter, None)
             if entry is not None:
                 self.registry.let_in(waiter, entry)
-
-
-class _CloseSessions(DeferredWork):
-    """Have the connections closed that are in a store that has ended."""
-
-    def __init__(self, registry: NamedStores, store: NamedStore) -> None:
-        self.registry = registry
-        self.store = store
-        self.sessions = list(store.sessions)
-
-    def step(self, most: int) -> bool:
-        evicted = self.registry.engine.evicted
-        for _ in range(min(max(1, most // _CLOSING), len(self.sessions))):
-            session = self.sessions.pop()
-            if session in self.store.sessions and session not in evicted:
-                session.evict(self.store.error())
-        return not self.sessions
 
 
 def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:

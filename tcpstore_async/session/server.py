@@ -13,9 +13,18 @@ from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access
+from ..accounts import Account
 from ..addresses import format_address, is_loopback
 from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
-from ..incremental import IncrementalCommand, KeyListing, ListKeys, PostponedCommands, ReplyInPieces, Value
+from ..incremental import (
+    DeferredWork,
+    IncrementalCommand,
+    KeyListing,
+    ListKeys,
+    PostponedCommands,
+    ReplyInPieces,
+    Value,
+)
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
@@ -33,7 +42,7 @@ from ..wire.codecs import (
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
-from .guard import Guard, Stored, Usage, authentication_required
+from .guard import Guard, TokenUsage, authentication_required
 from .history import NEVER, History
 from .identity import (
     CERTIFICATE,
@@ -66,6 +75,9 @@ _BUFFER_BYTES: Final = 64
 
 PORTION: Final = 1000
 """Keys, or waiters, of a command that are handled in one step: half a millisecond at most, compiled."""
+
+_CLOSING: Final = 16
+"""A session is closed in the time in which so many keys are handled."""
 
 _MAX_INTRODUCTION: Final = 2048
 """Bytes of an INTRODUCE: names and framed values, which limits the number of items too."""
@@ -205,7 +217,7 @@ class Engine:
         """Whose sessions must present a token or certificate: `REMOTE`, `ALL`, or nobody's."""
         self.granted: dict[ServerSession, Access | None] = {} if root is None else root.granted
         """Sessions that have authenticated, and what they may do; None for everything."""
-        self.usage: dict[str, Usage] = {} if root is None else root.usage
+        self.usage: dict[str, TokenUsage] = {} if root is None else root.usage
         """What is counted for tokens with limits, by their id."""
         self._guarded: dict[Access | None, tuple[Guard, list[_Slot | None]]] = {}
         """Guards, and the tables with them. None: of sessions that have to authenticate."""
@@ -381,35 +393,61 @@ class Engine:
         access = self.granted.pop(session, None)
         if access is None:
             return
-        self.count_session(session, access, False)
+        usage = self.usage.get(access.identity)
+        if usage is not None:
+            usage.sessions.discard(session)
         guard = self._guarded[access][0]
         guard.sessions -= 1
         if not guard.sessions:
             del self._guarded[access]
-            usage = guard.usage
             if usage is not None:
                 usage.guards -= 1
-                if usage.unused():
-                    del self.usage[access.identity]
+                self.forget_unused(usage)
 
-    def count_session(self, session: "ServerSession", access: Access | None, counts: bool) -> None:
-        """Let a session count for its token, or, while it has no connection, not."""
-        usage = None if access is None else self.usage.get(access.identity)
-        if usage is None:
-            return
-        if counts:
-            usage.sessions.add(session)
-        else:
-            usage.sessions.discard(session)
+    def end_invalid(self, ended: Callable[[Access], str]) -> None:
+        """Refuse everything to those whose token is no longer valid, and have their connections closed in portions.
+
+        `ended` returns why that is so, or nothing.
+        """
+        invalid = False
+        for engine in self.engines():
+            for access, (guard, _) in engine._guarded.items():
+                guard.ended = "" if access is None else ended(access)
+                invalid = invalid or guard.ended != ""
+        if invalid:
+            self.root.keyspace.defer(EvictSessions(list(self.granted), _no_longer_valid))
+
+    def why_ended(self, session: "ServerSession") -> str:
+        """Return why the token of a session is no longer valid; empty if it is, or has none."""
+        access = self.granted.get(session)
+        found = None if access is None else self._guarded.get(access)
+        return "" if found is None else found[0].ended
+
+    def usage_of(self, session: "ServerSession") -> TokenUsage | None:
+        """Return what is counted for the token of a session, if that is limited."""
+        access = self.granted.get(session) if self.granted else None
+        return None if access is None else self.usage.get(access.identity)
+
+    def forget_unused(self, usage: TokenUsage) -> None:
+        """Forget a token of which there is nothing to count."""
+        if usage.unused():
+            self.usage.pop(usage.identity, None)
+
+    def account_of(self, access: Access) -> Account | None:
+        """Return what is counted in this store for the holders of a token, if that is limited."""
+        found = self._guarded.get(access)
+        return None if found is None else found[0].account
 
     def crowded(self, access: Access | None) -> str:
-        """Return why there may be no further session with this token; empty if there may."""
+        """Return why there may be no further session with this token; empty if there may.
+
+        Those without a connection do not keep others out: see `LinkRegistry.make_way`.
+        """
         usage = None if access is None else self.usage.get(access.identity)
-        if access is None or usage is None or not 0 < access.max_sessions <= len(usage.sessions):
+        connected = 0 if usage is None else len(usage.sessions) - len(usage.suspended)
+        if access is None or not 0 < access.max_sessions <= connected:
             return ""
-        return (
-            f"token {access.identity} already has {counted(len(usage.sessions), 'session')} (max {access.max_sessions})"
-        )
+        return f"token {access.identity} already has {counted(connected, 'session')} (max {access.max_sessions})"
 
     def table_of(self, session: "ServerSession") -> "list[_Slot | None]":
         """Return the table of a session that has sent VALIDATE."""
@@ -429,20 +467,18 @@ class Engine:
         if found is not None:
             return found
         identity = self.keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
-        usage: Usage | None = None
-        stored: Stored | None = None
+        account: Account | None = None
         if access is not None:
             identity = pack(encode_identity(with_access(decode_identity(unpack(identity)), access)))
             if access.limited():
-                usage = self.usage.setdefault(access.identity, Usage())
+                usage = self.usage.setdefault(access.identity, TokenUsage(access))
                 usage.guards += 1
-                named = self.store
-                stored = usage.nameless if named is None else named.stored.setdefault(access.identity, Stored())
+                account = usage.nameless if self.store is None else self.store.account(usage)
         elif SERVER_KEY in self.keyspace.reserved:
             required = CERTIFICATE if self.authenticate is None else TOKEN
             identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
         store = None if self.store is None else self.store.name
-        guard = Guard(self.keyspace, access, usage, stored, identity, self.authenticate is None, store)
+        guard = Guard(self.keyspace, access, account, identity, self.authenticate is None, store)
         table: list[_Slot | None] = [None] * 256
         for opcode in range(256):
             slot = self.slot(opcode)
@@ -818,8 +854,13 @@ class ServerSession(Holder):
         engine.activate()
         if engine.history is not None:
             engine.history.leaves(self)
-        engine.keyspace.leave(self)
+        keyspace = engine.keyspace
+        before = keyspace.charge(self.account())
+        keyspace.leave(self)
+        keyspace.charge(before)
         self._let_go()
+        if engine.granted:  # not before, so that what goes back to the store is counted
+            engine.revoke(self)
         if engine.evicted:
             engine.evicted.pop(self, None)
         named = engine.root.named
@@ -829,6 +870,11 @@ class ServerSession(Holder):
 
     def share(self) -> StoreShare:
         return self.engine.share
+
+    def account(self) -> Account | None:
+        engine = self.engine
+        access = engine.granted.get(self) if engine.granted else None
+        return None if access is None else engine.account_of(access)
 
     def evict(self, error: PeerError) -> None:
         self.engine.evicted[self] = error
@@ -852,8 +898,6 @@ class ServerSession(Holder):
         """Release everything but what the keyspace holds."""
         engine = self.engine
         self._expect_nothing()
-        if engine.granted:
-            engine.revoke(self)
         engine.budget.unfinished -= self.held
         engine.budget.forget(self, self._base_bytes())
         if self.partial is not None:
@@ -911,7 +955,8 @@ class ServerSession(Holder):
         incremental = self.incremental
         assert incremental is not None
         keyspace = self.engine.keyspace
-        done = incremental.step(keyspace.portion)
+        account = incremental.account
+        done = incremental.step(keyspace.portion) if account is None else self._step_counted(incremental, account)
         if incremental.parts:
             self.out.extend(incremental.parts)
             self.unsent += length(incremental.parts)
@@ -934,6 +979,18 @@ class ServerSession(Holder):
         self.out.extend(incremental.behind)
         self.unsent += length(incremental.behind)
         return True
+
+    def _step_counted(self, incremental: IncrementalCommand, account: Account) -> bool:
+        """Do the next step of a command whose effects are counted."""
+        keyspace = self.engine.keyspace
+        account.usage.command = self.slot.command.name
+        before = keyspace.charge(account)
+        try:
+            return incremental.step(keyspace.portion)
+        finally:
+            keyspace.charge(before)
+            if keyspace.incremental is not None:
+                keyspace.incremental.account = account
 
     def _stall(self, chunk: bytes, at: int) -> None:
         """Hold back requests, as the peer reads its replies too slowly."""
@@ -1156,6 +1213,12 @@ class ServerSession(Holder):
             engine.grant(self, access)
         self.table = engine.table_of(self)
 
+    def came_back(self) -> None:
+        """Its link has a connection again."""
+        store = self.engine.store
+        if store is not None:
+            store.came_back(self)
+
     def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
         """Make the connection a link; see `session/link_registry.py`."""
         open_link = self.engine.open_link
@@ -1206,6 +1269,31 @@ class ServerSession(Holder):
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
         self.engine.pending_flush.append(self)
+
+
+class EvictSessions(DeferredWork):
+    """Have the connections of many sessions closed, in portions."""
+
+    def __init__(self, sessions: list[ServerSession], why: Callable[[ServerSession], PeerError | None]) -> None:
+        self.sessions = sessions
+        self.why = why
+        """Returns why a session is to be closed; None if it is not, or has gone."""
+
+    def step(self, most: int) -> bool:
+        sessions = self.sessions
+        while sessions and most > 0:
+            session = sessions.pop()
+            most -= 1
+            error = None if session in session.engine.evicted else self.why(session)
+            if error is not None:
+                session.evict(error)
+                most -= _CLOSING
+        return not sessions
+
+
+def _no_longer_valid(session: ServerSession) -> PeerError | None:
+    reason = session.engine.why_ended(session)
+    return NotAllowedError(reason) if reason else None
 
 
 def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:

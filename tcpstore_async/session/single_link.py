@@ -120,8 +120,8 @@ class SingleLink(Transport):
         mine.port = session.port
         mine.owner = carrier
         carrier.session = mine
-        engine = self.registry.engine
-        engine.count_session(mine, engine.granted.get(mine), True)
+        mine.came_back()
+        self._count_suspended(False)
 
     def detach(self) -> None:
         """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
@@ -134,15 +134,24 @@ class SingleLink(Transport):
         session.owner = self
         self._forget_unsent()
         registry = self.registry
-        engine = registry.engine
-        engine.count_session(session, engine.granted.get(session), False)
         self._lost = registry.time()
         registry.suspended[self] = True
+        self._count_suspended(True)
         if session in registry.engine.evicted or registry.stopping:
             self.end("")
             return
         registry.expect_ticks()
         self.step_later()
+
+    def _count_suspended(self, suspended: bool) -> None:
+        """Let the session count among those of its token that have no connection, or no longer."""
+        usage = self.registry.engine.usage_of(self.session)
+        if usage is None:
+            return
+        if suspended:
+            usage.suspended[self] = None
+        else:
+            usage.suspended.pop(self, None)
 
     def _forget_unsent(self) -> None:
         """The bytes that no kernel will accept any more are among those that are kept."""
@@ -255,6 +264,7 @@ class SingleLink(Transport):
             self.carrier.single = None
         registry = self.registry
         registry.suspended.pop(self, None)
+        self._count_suspended(False)
         del registry.singles[self.identity]
         registry.engine.budget.forget(self._kept, SINGLE_BYTES)
 

@@ -336,17 +336,22 @@ class Fleet:
         carriers = self.carriers()
         _same("unfinished", engine.unfinished, sum(session.held for session in [*sessions, *carriers]))
         recount = sum(len(key) + ENTRY_BYTES + cost(value) for key, value in keyspace.values.items())
-        recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
+        counted_queues = {*keyspace.queues, *keyspace.leased}
+        _same("queues that count", keyspace.queue_count, len(counted_queues))
+        recount += sum(len(key) + QUEUE_BYTES for key in counted_queues)
         recount += sum(ENTRY_BYTES + len(item) for items in keyspace.queues.values() for item in items)
+        lent: Counter[bytes] = Counter()
         for connection in connections:
             leased = connection.session.leases or {}
             found = {ticket: (key, unpack(item)) for ticket, (key, item) in leased.items()}
             _same("leases", list(found.items()), list(connection.peer.leased.items()))
             recount += sum(len(key) + ENTRY_BYTES + len(item) + PARKED_BYTES for key, item in leased.values())
+            lent.update(key for key, _ in leased.values())
             popping = connection.session.awaited, connection.session.number
             _same("popping", popping if connection.session.state == AWAITING_ITEM else None, connection.peer.popping)
             _same("rank", connection.session.joined, connection.peer.rank)
             _same("agent", _name(keyspace.represented.get(connection.session)), _name(connection.peer.agent))
+        _same("leased", keyspace.leased, dict(lent))
         for joins in keyspace.joins.values():
             recount += sum(len(token) + PARKED_BYTES for token in joins.waiters)
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))

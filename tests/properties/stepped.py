@@ -1,9 +1,9 @@
 """A fleet whose engine carries out nearly every command in steps, with the steps of all sessions mixed at random.
 
 Each command takes effect at one moment: reads, and what a write wakes, when it arrives, however late they are sent; a
-WAIT looks at each key in its step; a MULTI_SET, and a command that must first drop registrations, at its end. The model
-executes the command whole at that moment. What a session has sent is always the start of what the model has sent, and
-all of it once no work is left.
+WAIT looks at each key in its step; a command that must first drop registrations, and a MULTI_SET that waits for another
+one, at its end. The model executes the command whole at that moment. What a session has sent is always the start of
+what the model has sent, and all of it once no work is left.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tcpstore_async.incremental import (
     MarkStale,
     ParkOnKeys,
     PostponedCommands,
+    PostponedMultiSet,
     PostponedWaitCount,
     ReadKeys,
-    SetItems,
     UnparkFirst,
 )
 from tcpstore_async.limits import Limits
@@ -92,7 +92,7 @@ class SteppedFleet(Fleet):
         else:
             under = self.under[slot] = Under(command)
             reading = isinstance(job, ReadKeys) and self.engine.keyspace.reading is not job
-            late = isinstance(job, (MarkStale, PostponedWaitCount, SetItems)) or (
+            late = isinstance(job, (MarkStale, PostponedWaitCount, PostponedMultiSet)) or (
                 isinstance(job, UnparkFirst) and command.name in LATE
             )
             if isinstance(job, ParkOnKeys) or reading or late:
@@ -170,7 +170,11 @@ class SteppedFleet(Fleet):
             self.model.drop_leftovers(connection.peer)  # even if the command then does not wait
         if isinstance(job, ParkOnKeys) and (job.at > at or done):
             self._park(connection, under, done)
-        elif done and isinstance(job, (MarkStale, PostponedWaitCount, SetItems, UnparkFirst)) and not under.begun:
+        elif (
+            done
+            and isinstance(job, (MarkStale, PostponedWaitCount, PostponedMultiSet, UnparkFirst))
+            and not under.begun
+        ):
             self._do_late(slot, connection, under.command, refused)
         elif refused:
             raise Difference(f"{under.command} was refused")

@@ -492,8 +492,8 @@ def test_work_is_asked_for_once(registry: LinkRegistry) -> None:
     assert len(asked) == 1
     while registry.work():
         pass
-    pairs = [(b"%06d" % number, b"") for number in range(1400)]
-    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + multi_set(*pairs))))
+    keys = [b"%06d" % number for number in range(1400)]
+    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + wait(*keys))))
     assert len(asked) == 2
     assert registry.work()
     assert len(asked) == 2

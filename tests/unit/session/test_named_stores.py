@@ -262,6 +262,7 @@ def test_nobody_new_enters_while_the_owner_may_be_dead(server: Server) -> None:
     assert server.enter(rival, "a", owner="another") == lost
     assert server.enter(known, "a", incarnation=incarnation)["status"] == "entered"
     owner.owner = None
+    owner.came_back()
     assert server.enter(late, "a")["status"] == "entered"
     assert server.enter(rival, "a", owner="another")["status"] == "taken"
     owner.owner = Broken()
