@@ -13,7 +13,7 @@ more. A session that has left and is named by what is remembered is counted, too
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from ..incremental import FreeDict
+from ..incremental import DeferredWork, FreeDict
 from ..keys import BARRIER_LAST, BARRIER_MEMBERS
 from ..values import Framed
 from ..wire.codecs import Handler
@@ -402,10 +402,8 @@ class History:
         self._last = _NOTHING
         self._young_departed = []
         self._young_bytes = 0
-        for counter, barrier in list(self.barriers.items()):
-            if not barrier.recent:
-                self._forget_barrier(counter)
-            barrier.recent = False
+        if self.barriers:
+            self.keyspace.defer(_ForgetBarriers(self, list(self.barriers)))
         if old:
             self.keyspace.defer(FreeDict(old))
         self.keyspace.free_later(departed)
@@ -450,6 +448,16 @@ class History:
             self._count(_MEMBER_BYTES)
         barrier.recent = True
 
+    def age_barrier(self, counter: bytes) -> None:
+        """Forget a barrier unless somebody has come since this was last called."""
+        barrier = self.barriers.get(counter)
+        if barrier is None:
+            return
+        if barrier.recent:
+            barrier.recent = False
+        else:
+            self._forget_barrier(counter)
+
     def _forget_barrier(self, counter: bytes) -> None:
         """Forget who came to a barrier that is open now, so that nobody is missing, or whose counter is deleted."""
         barrier = self.barriers.pop(counter, None)
@@ -461,3 +469,17 @@ class History:
         write = self._young.get(counter)
         if write is not None:
             write.barrier = None
+
+
+class _ForgetBarriers(DeferredWork):
+    """Forget the barriers to which nobody has come since some were last forgotten."""
+
+    def __init__(self, history: History, counters: list[bytes]) -> None:
+        self.history = history
+        self.counters = counters
+
+    def step(self, most: int) -> bool:
+        counters = self.counters
+        for _ in range(min(most, len(counters))):
+            self.history.age_barrier(counters.pop())
+        return not counters
