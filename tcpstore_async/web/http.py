@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -29,6 +30,8 @@ _MOST_BYTES: Final = 16 * 1024
 _REQUEST_SECONDS: Final = 15.0
 """From one answer to the end of the next request."""
 _WRITE_SECONDS: Final = 15.0
+_ROOM_SECONDS: Final = 1.0
+"""Until a connection that makes way for another one is closed."""
 
 _TEXT: Final = "text/plain; charset=utf-8"
 
@@ -71,10 +74,13 @@ class HttpServer(ThreadingHTTPServer):
         self._users = users
         self._users_lock = threading.Lock()
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._awaiting: OrderedDict[socket.socket, None] = OrderedDict()
+        """Connections that have not sent their next request in full, those first that have had the longest time."""
+        self._awaiting_lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, if there are not too many."""
-        if not self._free.acquire(blocking=False):
+        """Serve a connection in a thread of its own, if there are not too many with a request under way."""
+        if not self._free.acquire(blocking=False) and not self._take_place():
             with suppress(OSError):
                 request.setblocking(False)
                 request.send(_FULL)
@@ -86,12 +92,40 @@ class HttpServer(ThreadingHTTPServer):
             self._free.release()
             raise
 
+    def _take_place(self) -> bool:
+        """Close the connection whose request has been awaited for longest, and take its place; False if there is none.
+
+        Or a few silent peers could keep those out who ask whether the server lives.
+        """
+        with self._awaiting_lock:
+            if not self._awaiting:
+                return False
+            oldest, _ = self._awaiting.popitem(last=False)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        return self._free.acquire(timeout=_ROOM_SECONDS)
+
+    def expect(self, connection: socket.socket) -> None:
+        """A connection has to send a request."""
+        with self._awaiting_lock:
+            self._awaiting[connection] = None
+
+    def expect_no_more(self, connection: socket.socket) -> None:
+        """It has, or ends."""
+        with self._awaiting_lock:
+            self._awaiting.pop(connection, None)
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, whose number another one may have from now on."""
+        self.expect_no_more(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong with a connection, unless the peer has left."""
@@ -147,6 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self._input.begin()
+        self.server.expect(self.connection)
         super().handle_one_request()
 
     def version_string(self) -> str:
@@ -159,6 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self._answer())
 
     def _answer(self) -> Answer:
+        self.server.expect_no_more(self.connection)
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read
             return Answer(400, _TEXT, b"requests with a body are not accepted\n")
