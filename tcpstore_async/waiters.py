@@ -202,7 +202,8 @@ class WaiterRegistry:
     def _make_room(self, growth: int, keys: int = 0) -> None:
         """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
         if self.account is not None:
-            self.account.usage.demand(keys, growth)
+            keys += self.count_keys() - self._keys_before
+            self.account.usage.demand(keys, growth + self.size - self.parked - self._stored_before)
         self._grow(growth)
 
     def charge(self, account: Account | None) -> Account | None:

@@ -175,6 +175,9 @@ class Fleet:
         self.done = 0
         """Commands executed."""
 
+    def new_session(self, slot: int) -> ServerSession:
+        return ServerSession(self.engine, slot, "::1", slot, 0.0)
+
     def apply(self, step: Step) -> None:
         kind, slot, commands, keep = step
         connection = self.connections[slot]
@@ -183,9 +186,7 @@ class Fleet:
                 self._leave(slot, connection)
             return
         if connection is None:
-            connection = self.connections[slot] = Connection(
-                ServerSession(self.engine, slot, "::1", slot, 0.0), self.model
-            )
+            connection = self.connections[slot] = Connection(self.new_session(slot), self.model)
         if kind == "doze":
             connection.dozing = True
         elif kind == "read":
@@ -423,7 +424,7 @@ class Fleet:
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
             awaited = session in engine.unvalidated or session in engine.unvalidated_on_links
-            _same("validated", not awaited, session.table is engine.commands)
+            _same("validated", not awaited, session.table is engine.table_of(session))
 
     def check_output(self, connection: Connection) -> None:
         session, peer = connection.session, connection.peer

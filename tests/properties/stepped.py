@@ -21,7 +21,7 @@ from tcpstore_async.incremental import (
     UnparkFirst,
 )
 from tcpstore_async.limits import Limits
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import Engine
 from tcpstore_async.waiter_types import AWAITING_ITEM
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
@@ -63,9 +63,8 @@ class SteppedFleet(Fleet):
         """Let a peer send a command, unless its last one is still running."""
         connection = self.connections[slot]
         if connection is None:
-            session = ServerSession(self.engine, slot, "::1", slot, 0.0)
-            connection = self.connections[slot] = Connection(session, self.model)
-            session.receive(HANDSHAKE.frame)
+            connection = self.connections[slot] = Connection(self.new_session(slot), self.model)
+            connection.session.receive(HANDSHAKE.frame)
             connection.peer.validated = True
         session = connection.session
         if session.incremental is not None:

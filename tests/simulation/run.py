@@ -6,6 +6,7 @@
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
     python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
     python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of stores with names
+    python tests/simulation/run.py --kind tokens --schedules 1000   tokens with limits, and what is counted for them
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from properties import linked
+from properties import limited, linked
 from simulation import real, stores
 from simulation.hogs import perform as perform_hogs
 from simulation.planted import LINKED, NAMED, PLANTED, REAL, planted
@@ -36,7 +37,7 @@ from support import tcpstore_server
 from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
-PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100, "stores": 500}
+PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100, "stores": 500, "tokens": 50}
 """Seeds that a process runs before it reports."""
 
 
@@ -58,6 +59,8 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
                     moves += linked.run(*linked.chosen(seed)).broken
                 elif kind == "stores":
                     moves += stores.run(stores.chosen(seed)).done
+                elif kind == "tokens":
+                    moves += limited.run(seed)
                 else:
                     moves += run(chosen(seed)).done
             except Exception as error:  # the package's own, too
@@ -67,7 +70,7 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
 
 def explain(kind: str, seed: int) -> int:
     """Show one schedule, cut down if it fails; the status to exit with."""
-    if kind in ("proxied", "hogs"):
+    if kind in ("proxied", "hogs", "tokens"):
         print(portion(kind, range(seed, seed + 1))[2])
         return 0
     if kind == "real":
@@ -154,6 +157,7 @@ def many(kind: str, first: int, count: int, jobs: int, most: int) -> int:
     what = {
         "sessions": "commands",
         "stores": "commands",
+        "tokens": "commands",
         "real": "moves",
         "hogs": "peers removed",
         "proxied": "connections cut",

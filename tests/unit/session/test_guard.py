@@ -442,6 +442,30 @@ def test_sessions_of_one_token() -> None:
     assert not of.usage
 
 
+def test_who_has_an_invalid_token_is_refused_at_once_and_closed_in_portions() -> None:
+    of = engine()
+    revoked, valid = Access("r"), Access("v")
+    peers, other = [session(of, revoked) for _ in range(200)], session(of, valid)
+    of.authenticate = lambda token: valid
+    ask(peers[7], auth(b"another"))
+    of.end_invalid(lambda access: "token r is revoked" if access.identity == "r" else "")
+    with pytest.raises(NotAllowedError, match="token r is revoked"):
+        peers[3].receive(ping(b"abcd"))
+    assert not of.evicted
+    steps = 0
+    while of.keyspace.work:
+        before = len(of.evicted)
+        of.keyspace.step()
+        assert len(of.evicted) - before < 70
+        steps += 1
+    assert steps > 2
+    assert len(of.evicted) == 199
+    assert str(of.evicted[peers[0]]) == "not allowed: token r is revoked"
+    assert ask(other, ping(b"abcd")) == ask(peers[7], ping(b"abcd"))
+    of.end_invalid(lambda access: "")
+    assert not of.keyspace.work
+
+
 def test_what_a_reply_to_auth_leaves_out_is_empty_and_what_is_empty_it_leaves_out() -> None:
     short = b'{"id":"one","rights":"read","status":"ok"}'
     assert read_auth_reply(short) == (Access("one", "read", "", "", 0), "")

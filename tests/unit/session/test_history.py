@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.frames import add, set_
 from looking import World
 from support import HANDSHAKE, blob, keys
 from tcpstore_async.diagnosis.facts import Wait
 from tcpstore_async.errors import ProtocolError
-from tcpstore_async.limits import Limits
+from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.session.history import History
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs
@@ -149,6 +150,27 @@ def members(world: World) -> dict[str, list[int]]:
     clients = {one.id: one.port - 20_000 for one in facts.sessions}
     clients.update({one.id: one.port - 20_000 for one in facts.departed.values()})
     return {key: sorted(clients[one] for one in set(counter.members)) for key, counter in facts.counters.items()}
+
+
+def test_barriers_are_forgotten_in_steps() -> None:
+    engine = Engine(Limits(budget_bytes=64 * MIB))
+    history = History(engine)
+    engine.observe(history)
+    peer = ServerSession(engine, None, "h", 1, 0.0)
+    peer.receive(HANDSHAKE)
+    for number in range(900):
+        peer.receive(add(b"%d/num_members" % number, 1))
+    engine.keyspace.portion = 100
+    number = 0
+    for _ in range(2):  # all have come since nothing was forgotten
+        while not engine.keyspace.work:
+            peer.receive(set_(b"key %d" % number, b""))
+            number += 1
+        while engine.keyspace.work:
+            before = len(history.barriers)
+            engine.keyspace.step()
+            assert before - len(history.barriers) <= 100
+    assert not history.barriers
 
 
 def test_who_has_come_to_a_barrier() -> None:

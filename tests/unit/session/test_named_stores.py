@@ -270,6 +270,41 @@ def test_nobody_new_enters_while_the_owner_may_be_dead(server: Server) -> None:
     assert server.enter(rival, "a", owner="another")["status"] == "taken"
 
 
+class Counted(Broken):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def awaited_since(self) -> float:
+        Counted.looks += 1
+        return super().awaited_since()
+
+
+@pytest.mark.parametrize("portion", [1000, 7])
+def test_the_connections_of_a_lost_owner_are_looked_at_once(portion: int) -> None:
+    """Each ENTER would take milliseconds, were they very many; and other peers are served while it looks."""
+    server = Server(portion)
+    owners = [server.owner("a") for _ in range(100)]
+    for owner in owners:
+        owner.owner = Counted()
+    Counted.looks = 0
+    late = server.connect()
+    late.receive(enter("a"))
+    steps = 0
+    while late.stalled():
+        looks = Counted.looks
+        late.receive(b"")
+        assert Counted.looks - looks <= portion
+        steps += 1
+    assert steps == (1 if portion == 1000 else 15)
+    assert reply(take(late))["status"] == "lost"
+    assert server.enter(late, "a")["status"] == "lost"
+    assert Counted.looks == 100
+    owners[50].owner = None
+    owners[50].came_back()
+    assert server.enter(late, "a")["status"] == "entered"
+
+
 def test_end_gives_the_ranks_time(server: Server) -> None:
     released: list[object] = []
     server.named.on_released = released.append
@@ -497,6 +532,27 @@ def test_a_token_that_reads_owns_no_store(server: Server) -> None:
     assert server.enter(session, "a")["status"] == "entered"
     with pytest.raises(NotAllowedError):
         server.say(session, set_(b"/k", b"v"))
+
+
+@pytest.mark.parametrize("access", [Access("t", prefix="17/"), Access("t", "admin", "17/")])
+def test_a_token_for_a_prefix_owns_no_store(server: Server, access: Access) -> None:
+    """Or its holder could take the name of another job's store, and end that."""
+    session = server.connect()
+    session.grant_access(access)
+    assert (
+        refused(server, session, enter("node7:4711", owner="evil"))
+        == "token t is only for keys with the prefix '17/'; to own 'node7:4711' takes a token for that store or for "
+        "all keys"
+    )
+    assert not server.named.stores
+    for allowed in (Access("t", store="node7:4711"), Access("t"), Access("t", store="node7:4711", prefix="17/")):
+        session = server.connect()
+        session.grant_access(allowed)
+        assert server.enter(session, "node7:4711", owner="o")["status"] == "entered"
+        rank = server.connect()
+        rank.grant_access(access)
+        assert server.enter(rank, "node7:4711")["status"] == "entered"
+        server.leave(session)
 
 
 def test_the_limits_of_a_token_count_in_all_stores(server: Server) -> None:

@@ -23,6 +23,7 @@ from conformance.frames import (
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
 from support import blob
+from tcpstore_async.access import Access
 from tcpstore_async.errors import BudgetError, ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.client import PendingCall
@@ -277,6 +278,43 @@ def test_limits_and_a_server_that_stops() -> None:
     assert peer.link is not None
     assert b"unknown" in ask(target, peer.link)
     assert b"refused" in ask(target, ClientSingleLink())
+
+
+def test_sessions_without_a_connection_count_for_their_token() -> None:
+    """A new one ends the oldest of them; one that resumes is not new."""
+    target = SingleTarget()
+    token = Access("t", max_sessions=2)
+    ended: list[str] = []
+    target.registry.on_end = lambda link, reason: ended.append(reason)
+
+    def come(name: str) -> SinglePeer:
+        target.connect(name)
+        peer = target.peers[name]
+        peer.wire.session.grant_access(token)
+        peer.wire.session.receive(VALIDATE)
+        peer.dial()
+        return peer
+
+    first, second = come("a"), come("b")
+    links = [cut(target, first), cut(target, second)]
+    assert target.engine.crowded(token) == ""
+    third = come("c")
+    assert (links[0].over, links[1].over) == (True, False)
+    assert ended == ["a new session has taken its place (token t allows 2)"]
+    usage = target.engine.usage["t"]
+    assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1]])
+    wire = Wire(target.engine)
+    wire.session.receive(VALIDATE)
+    wire.session.grant_access(token)
+    assert "already has 2 sessions" in target.engine.crowded(token)
+    wire.session.leave()
+    cut(target, third)
+    for number in range(9):
+        cut(target, come(f"d{number}"))
+    assert len(target.registry.singles) == len(usage.sessions) == len(usage.suspended) == 2
+    for link in list(target.registry.suspended):
+        link.end("")
+    assert not target.engine.usage
 
 
 def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:

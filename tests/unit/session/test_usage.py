@@ -1,0 +1,237 @@
+"""What tokens with limits are charged for: what their holders have stored, whatever adds or removes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.frames import (
+    add,
+    append,
+    attend,
+    barrier,
+    compare_set,
+    confirm,
+    delete,
+    get,
+    give_back,
+    lease,
+    lease_later,
+    meet,
+    multi_set,
+    pop,
+    push,
+    set_,
+    wait,
+)
+from support import HANDSHAKE
+from tcpstore_async.access import Access
+from tcpstore_async.errors import NotAllowedError, ProtocolError
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.identity import identity
+from tcpstore_async.session.server import Engine, ServerSession, Transport
+
+TOKEN = Access("t", max_keys=10, max_bytes=100_000)
+
+
+def engine(portion: int = 1000) -> Engine:
+    made = Engine(Limits(), portion)
+    made.identify(identity("this server", "uv"))
+    return made
+
+
+def session(of: Engine, access: Access = TOKEN) -> ServerSession:
+    made = ServerSession(of, None, "10.0.0.7", 1, 0.0)
+    made.grant_access(access)
+    made.receive(HANDSHAKE)
+    return made
+
+
+def finish(of: Engine, *sessions: ServerSession) -> None:
+    for one in sessions:
+        while one.incremental is not None:
+            one.receive(b"")
+    while of.keyspace.work:
+        of.keyspace.step()
+
+
+def measured(of: Engine) -> tuple[int, int]:
+    return of.keyspace.count_keys(), of.keyspace.size - of.keyspace.parked
+
+
+def in_use(of: Engine) -> tuple[int, int]:
+    usage = of.usage["t"]
+    return usage.keys, usage.bytes
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_goes_back_to_its_queue_counts(evicted: bool) -> None:
+    of = engine()
+    keeper, leaver = session(of), session(of)
+    for number in range(9):
+        keeper.receive(push(b"/q%d" % number, bytes(9000)))
+    before = in_use(of)
+    for number in range(9):
+        leaver.receive(lease(b"/q%d" % number, number))
+    if evicted:
+        leaver.evict(ProtocolError("for this test"))
+    leaver.leave()
+    assert in_use(of) == measured(of) == before
+
+
+def test_limits_hold_while_items_are_leased() -> None:
+    """A queue counts until none of its items can go back."""
+    of = engine()
+    keeper, worker = session(of), session(of)
+    for number in range(10):
+        keeper.receive(push(b"/q%d" % number, b""))
+        worker.receive(lease(b"/q%d" % number, number))
+    with pytest.raises(NotAllowedError, match="QUEUE_PUSH would add 1 key; 10 of the 10 allowed"):
+        session(of).receive(push(b"/new", b""))
+    keeper.receive(push(b"/q0", b"another"))
+    worker.receive(confirm(1) + give_back(2))
+    assert in_use(of) == measured(of)
+    assert in_use(of)[0] == 9
+    keeper.receive(push(b"/new", b""))
+    worker.leave()
+    assert in_use(of) == measured(of)
+    assert in_use(of)[0] == 10
+    for queue in list(of.keyspace.queues):
+        keeper.receive(pop(queue) * 2)
+    assert in_use(of) == measured(of) == (0, 0)
+
+
+def test_keys_that_are_written_again_add_nothing() -> None:
+    of = engine()
+    peer = session(of, Access("t", max_keys=1200, max_bytes=300_000))
+    items = [(b"/%d" % number, bytes(100)) for number in range(1200)]
+    for _ in range(3):
+        peer.receive(multi_set(*items))
+        finish(of, peer)
+        assert in_use(of) == measured(of)
+    assert in_use(of)[1] > 150_000
+    peer.receive(set_(b"/0", bytes(1)) + compare_set(b"/0", bytes(1), bytes(2)))
+    assert in_use(of) == measured(of)
+    with pytest.raises(NotAllowedError, match="MULTI_SET would add 1 key; 1,200 of the 1,200 allowed"):
+        peer.receive(multi_set(*items, (b"/new", b"")))
+    assert in_use(of) == measured(of)
+
+
+def test_a_large_value_can_be_replaced() -> None:
+    of = engine()
+    peer = session(of)
+    for _ in range(3):
+        peer.receive(set_(b"/k", bytes(90_000)))
+    with pytest.raises(NotAllowedError, match="SET would add 10,000 bytes"):
+        peer.receive(set_(b"/k", bytes(100_000)))
+
+
+def test_a_compare_set_that_stores_nothing_is_not_refused() -> None:
+    of = engine()
+    peer = session(of, Access("t", max_keys=1))
+    peer.receive(set_(b"/a", b"1") + compare_set(b"/b", b"expected", b"new") + compare_set(b"/a", b"2", b"3"))
+    assert in_use(of) == measured(of)
+
+
+def test_a_multi_set_that_waits_for_another_and_is_abandoned_counts_nothing() -> None:
+    of = engine(portion=3)
+    waiting, first, second = session(of), session(of), session(of)
+    keys = [b"/%d" % number for number in range(8)]
+    waiting.receive(wait(*keys))
+    finish(of, waiting)
+    first.receive(multi_set(*[(key, b"") for key in keys]))
+    second.receive(multi_set(*[(key, bytes(50)) for key in keys]))
+    assert second.incremental is not None
+    second.leave()
+    finish(of, first)
+    assert in_use(of) == measured(of)
+    third = session(of)
+    waiting.receive(wait(*[b"/x%d" % number for number in range(8)]))
+    finish(of, waiting)
+    first.receive(multi_set(*[(key, bytes(9)) for key in keys]))
+    third.receive(multi_set(*[(key, bytes(50)) for key in keys]))
+    finish(of, third)
+    assert in_use(of) == measured(of)
+
+
+def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None:
+    of = engine(portion=2)
+    peer, other = session(of), session(of)
+    peer.receive(wait(*[b"/%d" % number for number in range(5)]))
+    finish(of, peer)
+    peer.receive(wait(b"/x"))
+    other.receive(set_(b"/x", b""))
+    peer.receive(barrier(b"/b", 9))
+    assert peer.incremental is not None
+    finish(of, peer)
+    assert b"/b" in of.keyspace.values
+    assert in_use(of) == measured(of) == (2, of.keyspace.size - of.keyspace.parked)
+
+
+def test_pieces_that_are_joined_by_a_read_count_no_more() -> None:
+    of = engine()
+    peer = session(of)
+    peer.receive(append(b"/k", b"a") + append(b"/k", b"b"))
+    assert in_use(of) == measured(of)
+    peer.receive(get(b"/k"))
+    assert in_use(of) == measured(of)
+
+
+def test_agents_that_leave_are_given_back() -> None:
+    of = engine()
+    first = session(of)
+    first.receive(meet(b"/r", b"first", 9, 9))
+    for number in range(50):
+        agent = session(of)
+        agent.receive(meet(b"/r", b"agent %d" % number, 9, 9))
+        agent.leave()
+        assert in_use(of) == measured(of)
+    first.leave()
+    other = session(of)
+    other.receive(delete(b"/r"))
+    assert in_use(of) == measured(of) == (0, 0)
+
+
+def test_silent_agents_that_are_removed_in_steps_are_given_back() -> None:
+    of = engine()
+    token = Access("t", max_bytes=10_000_000)
+    agents = [session(of, token) for _ in range(250)]
+    for number, agent in enumerate(agents):
+        agent.receive(meet(b"/r", b"%03d" % number, 999, 999))
+    for _ in range(2):
+        agents[0].receive(attend(b"/r", b"000", 1, 1))
+    assert of.keyspace.work
+    agents[0].leave()
+    finish(of)
+    assert len(of.keyspace.rounds[b"/r"].agents) < 10
+    assert in_use(of) == measured(of)
+
+
+class Away(Transport):
+    """A connection that is broken at first."""
+
+    away = True
+
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+        return self.away
+
+
+def test_an_item_that_is_offered_when_its_waiter_is_back_counts() -> None:
+    of = engine()
+    owner = Away(of, "10.0.0.7", 1, 0.0)
+    owner.session.grant_access(TOKEN)
+    owner.session.receive(HANDSHAKE + lease_later(b"/q", 1))
+    session(of).receive(push(b"/q", bytes(100)))
+    before = in_use(of)
+    owner.away = False
+    assert of.keyspace.offer(b"/q")
+    assert of.keyspace.leased == {b"/q": 1}
+    assert in_use(of) == measured(of) != before
+
+
+def test_others_keys_that_are_deleted_are_not_given_back() -> None:
+    of = engine()
+    peer, other = session(of), session(of, Access("u", max_keys=5))
+    other.receive(set_(b"/theirs", bytes(1000)))
+    peer.receive(set_(b"/mine", b"") + delete(b"/theirs") + add(b"/mine2", 1))
+    assert in_use(of)[0] == 1
+    assert of.usage["u"].keys == 1
