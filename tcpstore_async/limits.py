@@ -1,9 +1,9 @@
 """The limits of a server: names, units and defaults.
 
-Checked: `keys` here, called by `wire/codecs.py`; `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`,
-`budget_bytes` in `session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in
+Checked: `keys` here, called by `wire/codecs.py`; `key_bytes`, `value_bytes`, `request_bytes` and `request_key_bytes`
+there, `budget_bytes` in `session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in
 `session/link_registry.py`, `sessions` in `session/link_server.py`, `connections`, `validate_seconds` and `audit_lines`
-in `server/`. What one token may store (`--max-keys`, `--max-bytes`) is checked in `session/guard.py`.
+in `server/`. What one token may store (`--max-keys`, `--max-bytes`) is checked in `accounts.py`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """
@@ -34,6 +34,9 @@ class Limits:
     request_bytes: int = 256 * MIB
     """Length of one request: at least one key and two values of the maximum length."""
 
+    request_key_bytes: int = 16 * MIB
+    """Length of all keys of one MULTI_SET, at least one: they are looked up at once, which takes time for long keys."""
+
     budget_bytes: int = 8 * GIB
     """Everything that peers make the server hold, overheads included: the store, waiters, incomplete requests, unsent
     replies, introductions, connections. Above 7/8 of it the largest holder is evicted; above 15/16 the store does not
@@ -61,6 +64,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""
         _demand("request_bytes", self.request_bytes, self.key_bytes + 2 * self.value_bytes + 25)
+        _demand("request_key_bytes", self.request_key_bytes, self.key_bytes)
         _demand("budget_bytes", self.budget_bytes, self.value_bytes + 16)
 
     def check_keys(self, count: int) -> None:

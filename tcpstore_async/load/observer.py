@@ -15,7 +15,14 @@ from ..wire.codecs import CANCELED, DEFERRED_VALUE, NO_REPLY, NO_VALUE, VALUES, 
 from ..wire.commands import BY_METHOD, BY_OPCODE, Command
 from .recording import FIELDS, REPLIES, RowEncoder
 
-_LIMITS: Final = Limits(key_bytes=MIB, value_bytes=4 * GIB, keys=1 << 24, request_bytes=16 * GIB, budget_bytes=16 * GIB)
+_LIMITS: Final = Limits(
+    key_bytes=MIB,
+    value_bytes=4 * GIB,
+    keys=1 << 24,
+    request_bytes=16 * GIB,
+    request_key_bytes=GIB,
+    budget_bytes=16 * GIB,
+)
 """Above those of any server: what a server refuses is recorded too."""
 
 _LINK: Final = BY_METHOD["link"]

@@ -472,6 +472,8 @@ class PartialList(PartialRequest):
         self.count = count
         self.items = items
         self.size = size
+        self.key_bytes: int = 0
+        """Bytes of the keys of pairs."""
         self.at = 0
         if count > _MANY_ITEMS:
             gc.collect(0)  # lest the list is traversed when it is long: 20 ms for 131,072 long keys
@@ -489,7 +491,11 @@ class PartialList(PartialRequest):
                 need = -stop
                 break
             items.append(field)
+            if item is not KEY:
+                self.key_bytes += len(field[0])
             at = stop
+        if self.key_bytes > limits.request_key_bytes:
+            raise LimitError("request_key_bytes", self.key_bytes, limits.request_key_bytes)
         self.at = at
         self.size += at - start
         size = self.size + max(0, need - at)

@@ -117,6 +117,19 @@ def test_length_of_a_request(command: Command) -> None:
         assert everything(session.engine) == NOTHING
 
 
+def test_length_of_all_keys_of_a_multi_set() -> None:
+    limits = Limits(key_bytes=70, value_bytes=50, request_key_bytes=150)
+    fits = Command("multi_set", [(b"a" * 70, b""), (b"b" * 70, b""), (b"c" * 10, b"v" * 50)])
+    longer = Command("multi_set", [(b"a" * 70, b""), (b"b" * 70, b""), (b"c" * 11, b"")])
+    for size in (1, 40, longer.size):
+        session = greeted(limits=limits)
+        assert feed(session, cut(fits.frame, range(0, fits.size, size))) == (b"", "")
+        assert len(session.engine.keyspace.values) == 3
+        session = greeted(limits=limits)
+        assert feed(session, cut(longer.frame, range(0, longer.size, size))) == (b"", "request_key_bytes")
+        assert everything(session.engine) == NOTHING
+
+
 def test_a_list_item_is_refused_before_it_arrives() -> None:
     item = blob(b"/a") + blob(bytes(50))
     error = _refused(bytes([OPCODES["multi_set"]]) + u64(4) + item * 2 + blob(b"/b") + u64(50), SHORT)

@@ -735,7 +735,9 @@ def test_a_client_whose_connection_is_closed_is_told_why(tried: str, options: li
             assert text.startswith(f"the server refused the token: token {identity_of(revoked)} is revoked: ")
         if tried == "sync":
             for token, status in ((KEYS.create(), 0), (limited, 5)):
-                done = tcpstore("set", "k", "v" * 1000, "--url", f"tcp://127.0.0.1:{server.port}", TCPSTORE_TOKEN=token)
+                done = tcpstore(
+                    "set", f"k{status}", "v" * 1000, "--url", f"tcp://127.0.0.1:{server.port}", TCPSTORE_TOKEN=token
+                )
                 assert done.returncode == status, done.stderr
 
 
