@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import socket
 import struct
@@ -34,6 +35,7 @@ from bench import processes
 processes.use_build()
 
 from tcpstore_async import Limits, serve  # noqa: E402  (the path comes first)
+from tcpstore_async.access import Access  # noqa: E402
 from tcpstore_async.serving import build, tune_gc  # noqa: E402
 from tcpstore_async.session.history import History  # noqa: E402
 from tcpstore_async.values import pack  # noqa: E402
@@ -44,7 +46,7 @@ LARGE = 8 * MIB
 HELLO = bytes.fromhex("00cef7853c")
 SET, GET, ADD, CHECK, WAIT = 1, 3, 4, 5, 6
 APPEND, MULTI_SET, PING, PUSH, LIST_KEYS = 9, 11, 13, 14, 17
-WAIT_COUNT, INTRODUCE, LEASE = 66, 67, 68
+WAIT_COUNT, INTRODUCE, LEASE, LINK, AUTH = 66, 67, 68, 76, 78
 
 
 def frame(opcode: int, *fields: bytes) -> bytes:
@@ -57,6 +59,10 @@ def keys(opcode: int, names: list[bytes]) -> bytes:
 
 def number(value: int) -> bytes:
     return struct.pack("<q", value)
+
+
+WITH_TOKEN = HELLO + frame(AUTH, b"token")
+"""The server takes any token for one with a prefix and limits."""
 
 
 class Peers:
@@ -89,19 +95,19 @@ Way = Callable[[Peers], Iterator[None]]
 """Fills a server, a little more with each `next`."""
 
 
-def stored(make: Callable[[int], bytes], count: int = 2000, ping: bytes = b"") -> Way:
+def stored(make: Callable[[int], bytes], count: int = 2000, ping: bytes = b"", hello: bytes = HELLO) -> Way:
     """Fill with one peer that stores again and again; with a `ping`, it waits until the server has done so."""
 
     def fill(peers: Peers) -> Iterator[None]:
         at = 0
-        peer = peers.connect()
+        peer = peers.connect(hello)
         while True:
             try:
                 peer.sendall(b"".join(make(at + i) for i in range(count)) + ping)
                 if ping and not peer.recv(len(ping)):
                     raise ConnectionError
             except OSError:
-                peer = peers.connect()
+                peer = peers.connect(hello)
             at += count
             yield
 
@@ -123,7 +129,7 @@ def sent_once(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
     return fill
 
 
-def left_behind(make: Callable[[int], bytes]) -> Way:
+def left_behind(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
     """Fill with peers that send some requests each, and leave."""
 
     def fill(peers: Peers) -> Iterator[None]:
@@ -131,7 +137,7 @@ def left_behind(make: Callable[[int], bytes]) -> Way:
         while True:
             for _ in range(50):
                 with suppress(OSError):
-                    peer = peers.connect()
+                    peer = peers.connect(hello)
                     peers.all.remove(peer)
                     with peer:
                         peer.sendall(make(at) + bytes([PING]) + b"1234")
@@ -140,6 +146,24 @@ def left_behind(make: Callable[[int], bytes]) -> Way:
             yield
 
     return fill
+
+
+def suspended(peers: Peers) -> Iterator[None]:
+    """Fill with sessions whose connections break."""
+    at = 0
+    while True:
+        for _ in range(20):
+            with suppress(OSError):
+                peer = peers.connect(WITH_TOKEN)
+                items = {b"id": os.urandom(16), b"secret": os.urandom(16), b"version": b"1", b"single": b"1"}
+                pairs = b"".join(pack(name) + pack(value) for name, value in items.items())
+                peer.sendall(bytes([LINK]) + number(len(items)) + pairs + keys(WAIT, [b"/job/%d" % at]))
+                while b'"instance"' not in peer.recv(1 << 16):
+                    pass
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                peer.close()
+            at += 1
+        yield
 
 
 def not_read(prepare: bytes, make: Callable[[int], bytes]) -> Way:
@@ -207,6 +231,18 @@ WAYS: dict[str, Way] = {
     "keys of peers that have left": left_behind(
         lambda i: bytes([INTRODUCE]) + number(90) + INTRODUCTION + frame(SET, b"%d" % i, b"")
     ),
+    "a token's short keys": stored(lambda i: frame(SET, b"/job/%d" % i, b""), hello=WITH_TOKEN),
+    "a token's items that go back": left_behind(
+        lambda i: (
+            b"".join(
+                frame(PUSH, b"/job/%d/%d" % (i, j), b"") + bytes([LEASE]) + pack(b"/job/%d/%d" % (i, j)) + number(j)
+                for j in range(50)
+            )
+        ),
+        WITH_TOKEN,
+    ),
+    "a token's connections": sent_once(lambda i: b"\x0d1234", WITH_TOKEN),
+    "a token's connections that broke": suspended,
     "connections": sent_once(lambda i: b"\x0d1234"),
     "connections without VALIDATE": sent_once(lambda i: b"", b""),
 }  # fmt: skip
@@ -245,6 +281,7 @@ async def server(budget: int, backend: str) -> None:
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
         engine = served.engine
+        engine.authenticate = lambda token: Access("t", prefix="job/", max_keys=10**9, max_bytes=10**12)
         if engine.history is None:
             engine.observe(History(engine))  # as for an admin socket
 

@@ -79,6 +79,7 @@ def test_a_unit_starts_what_tells_systemd_that_it_is_ready(
     unit: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     assert setting(unit, "Type") == "notify"
+    assert setting(unit, "LimitCORE") == "0"  # a dump would contain keys, values and tokens
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(LIMIT)

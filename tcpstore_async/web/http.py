@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 16 * 1024
 _REQUEST_SECONDS: Final = 15.0
 """From one answer to the end of the next request."""
 _WRITE_SECONDS: Final = 15.0
-_ROOM_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 1.0
 """Until a connection that makes way for another one is closed."""
 
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -103,7 +103,7 @@ class HttpServer(ThreadingHTTPServer):
             oldest, _ = self._awaiting.popitem(last=False)
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
-        return self._free.acquire(timeout=_ROOM_SECONDS)
+        return self._free.acquire(timeout=_CLOSE_SECONDS)
 
     def expect(self, connection: socket.socket) -> None:
         """A connection has to send a request."""
