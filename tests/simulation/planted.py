@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
+from tcpstore_async.accounts import Usage
 from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.pool import TCPClient
@@ -416,12 +417,24 @@ NAMED: dict[str, Plant] = {
 }
 
 
+# What tokens with limits are charged for, for `tokens`
+
+LIMITED: dict[str, Plant] = {
+    "what ends with a connection counts for no token": (ServerSession, "account", _instead(lambda session: None)),
+    "what a command does in a later step counts for no token": (
+        ServerSession,
+        "_step_counted",
+        _instead(lambda session, command, account: command.step(session.engine.keyspace.portion)),
+    ),
+    "limits of tokens are not checked": (Usage, "demand", _instead(lambda usage, keys, size: None)),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or LINKED.get(name) or NAMED.get(name) or REAL[name])[
-        :3
-    ]
+    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED}
+    owner, method, plant = simple[name] if name in simple else REAL[name][:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))
     try:

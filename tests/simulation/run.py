@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from properties import limited, linked
 from simulation import real, stores
 from simulation.hogs import perform as perform_hogs
-from simulation.planted import LINKED, NAMED, PLANTED, REAL, planted
+from simulation.planted import LIMITED, LINKED, NAMED, PLANTED, REAL, planted
 from simulation.proxied import perform as perform_proxied
 from simulation.schedule import chosen, fault, run, shrink
 from simulation.stage import Choices
@@ -175,7 +175,7 @@ def _portion(given: tuple[str, range]) -> tuple[int, int, list[Failure]]:
     return portion(*given)
 
 
-_KINDS: dict[str, Container[str]] = {"real": REAL, "links": LINKED, "stores": NAMED}
+_KINDS: dict[str, Container[str]] = {"real": REAL, "links": LINKED, "stores": NAMED, "tokens": LIMITED}
 """By kind of schedule, the defects that it finds; `sessions` finds the others."""
 
 
@@ -187,6 +187,8 @@ def find(name: str, most: int) -> int:
                 wrong = linked.fault(*linked.chosen(seed))
             elif name in NAMED:
                 wrong = stores.fault(stores.chosen(seed))
+            elif name in LIMITED:
+                wrong = limited.fault(seed)
             else:
                 wrong = real.fault([], seed) if name in REAL else fault(chosen(seed))
             if wrong is not None and (name not in REAL or REAL[name].finding in str(wrong)):
@@ -205,7 +207,9 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=10, help="findings after which it ends")
     parser.add_argument("--seed", type=int, help="this one only, in full")
     parser.add_argument(
-        "--plant", choices=[*PLANTED, *REAL, *LINKED, *NAMED], help="put in a defect, and look how soon it is found"
+        "--plant",
+        choices=[*PLANTED, *REAL, *LINKED, *NAMED, *LIMITED],
+        help="put in a defect, and look how soon it is found",
     )
     given = parser.parse_args()
     if given.plant:
