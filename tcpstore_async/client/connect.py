@@ -322,12 +322,12 @@ def connect_blocking(
     )
 
 
-def open_blocking(host: str, port: int, deadline: Deadline) -> socket.socket:
+def open_blocking(host: str, port: int, deadline: Deadline, refused_is_final: bool = False) -> socket.socket:
     """Return a socket that is connected to this address, without the handshake. It does not block.
 
-    From a thread without a loop. Raises DistNetworkError.
+    From a thread without a loop. Raises DistNetworkError and, if that is said to be final, ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, False, None)
+    tries = _Tries(host, port, deadline, refused_is_final, None)
     return _persist(tries, _always, lambda attempt: _open_in_this_thread(host, port, attempt))
 
 

@@ -83,6 +83,11 @@ def name_of(host: str, port: int) -> str:
     return f"{this_network()}/{os.getuid()}/localhost:{port}" if local else format_address(host, port)
 
 
+def is_local(host: str) -> bool:
+    """Return whether an address of this host is one that no other host can use."""
+    return name_of(host, 0) == name_of("localhost", 0)
+
+
 @functools.cache
 def _boot() -> str:
     try:
@@ -152,6 +157,12 @@ class StoreName:
         self.incarnation = ""
         """Which store of this name it is; empty before it has been entered."""
         self.waits = True
+        self.wants_port = False
+        """Whether the store needs a port at the server, for clients that can say no name."""
+        self.port = 0
+        """That port, once the store has been entered; 0 if there is none."""
+        self.no_port = ""
+        """Why there is none."""
         self.asked = False
         """Whether a server has been asked, and has not answered."""
 
@@ -167,7 +178,8 @@ class StoreName:
         guest.incarnation = self.incarnation
         return guest
 
-    def request(self) -> requests.Request:
+    def request(self, server: str = "") -> requests.Request:
+        """Return the request for the store, for a server whose host is `server`."""
         items = {
             "name": self.name,
             "owner": self.owner,
@@ -178,6 +190,7 @@ class StoreName:
             "wait": "" if self.waits else "0",
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
+            "server": name_of(server, 0)[: -len(":0")] if self.wants_port else "",
         }
         return requests.enter({name: text for name, text in items.items() if text})
 
@@ -195,7 +208,7 @@ class StoreName:
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
                 f"{self.name!r} there"
             )
-        entering, entered = session.request(*self.request())
+        entering, entered = session.request(*self.request(host))
         assert entered is not None
         self.asked = True
         yield entering, entered
@@ -203,6 +216,8 @@ class StoreName:
         reply = read_enter_reply(unpack(entered.result))
         if reply.status == ENTERED:
             self.incarnation = reply.incarnation
+            self.port = reply.port
+            self.no_port = reply.no_port or ("" if reply.port else "the server is too old to have ports for stores")
             session.store = self.name
             return with_store(identity, self.name, reply.incarnation)
         if reply.status == TAKEN:

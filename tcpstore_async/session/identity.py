@@ -90,6 +90,10 @@ class EnterReply(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: str = ""
     """Which of the stores that had this name, one after the other, the connection is in."""
     reason: str = ""
+    port: int = 0
+    """The port of the store at the server, if the client has asked for one."""
+    no_port: str = ""
+    """Why there is none, if it has."""
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):

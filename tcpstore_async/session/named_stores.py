@@ -1,7 +1,8 @@
 """Stores with names: who owns each, who is in it, who waits for it, and how it ends.
 
 A session begins in the store without a name; ENTER puts it into another one, for good. The owner's ENTER creates that;
-others wait until there is one. This module must not know how bytes travel, what the stores hold, or what time it is.
+others wait until there is one. Clients that cannot send it come by a port that the server has for their store. This
+module must not know how bytes travel, what the stores hold, or what time it is.
 
 Invariants: a name is that of one store at a time. A store is there as long as an owner of it is: when the last one has
 left, nobody enters any more, and the next store of that name starts empty. A session that knows in which incarnation it
@@ -47,6 +48,12 @@ _MAX_TEXT: Final = 256
 STORE_BYTES: Final = 16 * 1024
 """Bytes counted for a store, besides what is in it."""
 
+PORT_BYTES: Final = 4 * 1024
+"""Bytes counted for a store's port."""
+
+_MOST_HOSTS: Final = 4
+"""Under so many spellings of the server's host is a store's port known as a name, besides the host in its own name."""
+
 ENTRY_BYTES: Final = 1024
 """Bytes counted for a session that waits for a store, besides the name."""
 
@@ -91,6 +98,8 @@ class Entry:
         self.waits = said.get(b"wait", b"1") != b"0"
         self.host = printable(said.get(b"host", b""))[:_MAX_TEXT] or session.host
         self.pid = printable(_text(said, b"pid", MAX_ID).encode())
+        self.server = _text(said, b"server", MAX_NAME)
+        """The server's host as the client spells it, if it asks for a port of the store; empty otherwise."""
         joins = said.get(b"joins", b"0")
         if not self.name or not joins.isdigit() or len(joins) > 18:
             raise ProtocolError("ENTER without a name, or with an invalid number")
@@ -120,6 +129,10 @@ class NamedStore:
         """The ids of its owners, and what they share it by."""
         self.sessions: dict[ServerSession, bool] = {}
         """All that are in it."""
+        self.port: int = 0
+        """On which the server listens for it; 0 if it does not."""
+        self.hosts: set[str] = {entry.name.rpartition(":")[0]} - {""}
+        """With which the port is another name of it."""
         self.stored: dict[str, Stored] = {}
         """What the holders of tokens with limits have stored in it, by the token's id."""
         self.over = ""
@@ -180,6 +193,12 @@ class NamedStores:
         """
         self.on_created: Callable[[NamedStore], object] | None = None
         """Called with each new store."""
+        self.ports: dict[str, NamedStore] = {}
+        """By port, in decimal, the stores that have one."""
+        self.open_port: Callable[[NamedStore], int | str] | None = None
+        """Has the server listen for a store; returns the port, or why there is none."""
+        self.close_port: Callable[[NamedStore], object] | None = None
+        """Called when a store ends that has a port."""
         engine.named = self
 
     # Commands
@@ -207,7 +226,7 @@ class NamedStores:
 
     def decide(self, entry: Entry) -> Framed | None:
         """Put a session into the store that it wants, and return its reply; None if it has to wait."""
-        store = self.stores.get(entry.name)
+        store = self._find(entry.name)
         if entry.incarnation:
             if store is None or store.incarnation != entry.incarnation:
                 return _reply(ENDED, self.why_ended(entry.name, entry.incarnation))
@@ -230,7 +249,8 @@ class NamedStores:
         elif store.is_lost():
             return _lost(store)
         self._put(entry, store)
-        return _reply(ENTERED, "", store.incarnation)
+        port, no_port = self._port_for(entry, store) if entry.server else (0, "")
+        return _encoded(EnterReply(ENTERED, store.incarnation, "", port, no_port))
 
     def park(self, entry: Entry) -> None:
         """Have a session wait for a store."""
@@ -265,6 +285,10 @@ class NamedStores:
         return others
 
     # Called by sessions and servers
+
+    def arrive(self, session: ServerSession, store: NamedStore) -> None:
+        """Note a session that has begun in a store, because its connection came to the store's port."""
+        store.sessions[session] = True
 
     def leave(self, session: ServerSession) -> None:
         """Forget a session that has gone. A store ends with its last owner, at once."""
@@ -332,6 +356,33 @@ class NamedStores:
         return len(self.to_work) > 0
 
     # Internal
+
+    def _find(self, name: str) -> NamedStore | None:
+        """Return the store of this name or, if there is none, the one with a port that has this address."""
+        store = self.stores.get(name)
+        if store is None and self.ports:
+            host, _, port = name.rpartition(":")
+            found = self.ports.get(port)
+            if found is not None and host in found.hosts:
+                return found
+        return store
+
+    def _port_for(self, entry: Entry, store: NamedStore) -> tuple[int, str]:
+        """Return the port of a store, which is opened if need be, or 0 and why there is none."""
+        if not store.port:
+            opened = "this server offers none" if self.open_port is None else self.open_port(store)
+            if isinstance(opened, str):
+                return 0, opened
+            self.engine.budget.charge(PORT_BYTES)
+            store.port = opened
+            store.engine.begin_sessions()
+            self.ports[str(opened)] = store
+        address = f"{entry.server}:{store.port}"
+        if self.stores.get(address, store) is not store or address in self.waiting:
+            return 0, f"{address} is also the name of another store"
+        if len(store.hosts) <= _MOST_HOSTS:
+            store.hosts.add(entry.server)
+        return store.port, ""
 
     def _stays(self, session: ServerSession) -> bool:
         """Return whether the store without a name remembers something of a session that it could not in another one."""
@@ -434,6 +485,12 @@ class NamedStores:
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)
         store.owners.clear()
+        if store.port:
+            del self.ports[str(store.port)]
+            store.port = 0
+            self.engine.budget.charge(-PORT_BYTES)
+            if self.close_port is not None:
+                self.close_port(store)
         if store.engine.joins:
             store.engine.announce(0)
         if not store.sessions:
@@ -546,5 +603,9 @@ def _lost(store: NamedStore) -> Framed:
     return _reply(LOST, f"{store} has lost its owner ({store.creator}) and will end unless the owner comes back")
 
 
-def _reply(status: str, reason: str, incarnation: str = "") -> Framed:
-    return pack(msgspec.json.encode(EnterReply(status, incarnation, reason)))
+def _reply(status: str, reason: str) -> Framed:
+    return _encoded(EnterReply(status, reason=reason))
+
+
+def _encoded(reply: EnterReply) -> Framed:
+    return pack(msgspec.json.encode(reply))

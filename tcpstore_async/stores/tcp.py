@@ -27,6 +27,7 @@ from ..client.store_name import (
     StoreTakenError,
     attempt_from_environment,
     find_server,
+    is_local,
     name_of,
     process_id,
 )
@@ -211,12 +212,21 @@ class TCPStore(Store):
                 tries -= 1
                 if tries <= 1:
                     raise
+        self._publish(self._client)
         if self._owns:
             # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
             self._ending = weakref.finalize(self, self._client.close)
             self._client.extended(began=deadline.began)  # from now on a reset connection does not end the store
             if ranks is not None:
                 _wait_for_workers(self._client, ranks, deadline)
+
+    def _publish(self, client: TCPClient) -> None:
+        """Have `host` and `port` be those of the store's port at the server, where that may help other hosts."""
+        name = client.name
+        if self._server is None or name is None or not name.port:
+            return
+        if not is_local(self._server.host) or is_local(self.host):
+            self.host, self.port = self._server.host, name.port
 
     def _free_number(self) -> int:
         """Return a number for a name that is not likely to be in use, in place of port 0."""
@@ -227,6 +237,7 @@ class TCPStore(Store):
         if self._server is None:
             return None
         name = StoreName(name_of(self.host, self.port), attempt=attempt_from_environment())
+        name.wants_port = True
         if self._owns:
             name.owner = os.urandom(16).hex()
             name.shares = self._shares
