@@ -34,7 +34,7 @@ from ..session.client import ClientSession, PendingCall
 from ..session.tls import is_mismatch
 from . import requests
 from .admission import admission
-from .store_name import StoreEndedError, StoreName
+from .store_name import StoreEndedError, StoreName, is_local
 from .tls import ClientTls, TlsFailed, tls_required
 
 _LAST_TRY: Final = 0.05
@@ -115,11 +115,20 @@ class _Tries:
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
                 f"connect to ({self.host}, {self.port}). Gave up after {self.deadline.spent():.1f} s; last error: "
-                f"{self.cause}."
+                f"{self.cause}.{self._elsewhere()}"
             ) from None
         self._failures += 1
         wait = backoff(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
+
+    def _elsewhere(self) -> str:
+        """Return what to do if the address is one that another host has published, where nobody listens here."""
+        if self.name is not None or self.cause != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
+            return ""
+        return (
+            f" {self.host} is this host: if another host has published this address, it is of use there only, and that "
+            "host's log says why (level info)."
+        )
 
 
 def _cause(error: Exception) -> str:

@@ -237,6 +237,8 @@ class StoreName:
         """Return why a connection that was being put into the store was not, for lack of time."""
         if not self.asked or self.owner:
             return ""
-        return f"the store {self.name!r} has not been created there" + (
-            f" by attempt {self.attempt} of the job" if self.attempt else ""
+        return (
+            f"the store {self.name!r} has not been created there"
+            + (f" by attempt {self.attempt} of the job" if self.attempt else "")
+            + (" (an address on loopback means another store on each host)" if "/localhost:" in self.name else "")
         )

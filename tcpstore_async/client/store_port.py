@@ -68,22 +68,20 @@ def _unreachable(server: ServerUrl, name: StoreName, timeout: float) -> str:
         return f"another port of {server.host} did not answer"
     try:
         return "" if _is_there(server.host, name, timeout) else f"{where} is not that of the store"
-    except TimeoutError:
-        reason = "no answer"
+    except DistNetworkError as error:
+        _silent[server.host] = time.monotonic() + _SILENT_SECONDS
+        return str(error)
     except (OSError, ProtocolError) as error:
-        reason = reason_of(error)
-    return f"cannot connect to {where}: {reason}"
+        return f"cannot connect to {where}: {reason_of(error)}"
 
 
 def _is_there(host: str, name: StoreName, timeout: float) -> bool:
-    """Return whether the store is at this host. Raises OSError, TimeoutError if nobody answers, and ProtocolError."""
+    """Return whether the store is at this host.
+
+    Raises DistNetworkError if no connection can be made, OSError for one that is refused or lost, and ProtocolError.
+    """
     limit = timeout if timeout > 0 else _REPLY_SECONDS
-    try:
-        peer = open_blocking(host, name.port, Deadline(min(_CONNECT_SECONDS, limit)), refused_is_final=True)
-    except DistNetworkError:
-        _silent[host] = time.monotonic() + _SILENT_SECONDS
-        raise TimeoutError from None
-    with peer:
+    with open_blocking(host, name.port, Deadline(min(_CONNECT_SECONDS, limit)), refused_is_final=True) as peer:
         attempt = Attempt(min(_REPLY_SECONDS, limit), lambda: True)
         session = ClientSession()
         hello, greeting = session.hello(os.getpid())

@@ -330,7 +330,9 @@ class Engine:
         return [self.root, *([] if named is None else named.engines())]
 
     def _all_slots(self) -> "list[_Slot]":
-        tables = [self.handshake, self.commands, *[table for _, table in self._guarded.values()]]
+        tables = [self.commands, *[table for _, table in self._guarded.values()]]
+        if self is self.root or self.handshake is not self.root.handshake:
+            tables.append(self.handshake)
         return [slot for table in tables for slot in table if slot is not None]
 
     def identify(self, identity: bytes) -> None:
