@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import networks
+from conformance.frames import set_
 from faults.fault_helpers import server_under
-from support import LIMIT, Server
+from support import HANDSHAKE, LIMIT
 from torch_forker import Program
 
 pytest.importorskip("torch")
@@ -82,10 +83,11 @@ TESTS = Path(__file__).parent.parent
 
 
 class Hosts:
-    def __init__(self, stack: ExitStack, *options: str) -> None:
-        self.both = stack.enter_context(networks.two_networks())
-        self.server: Server = stack.enter_context(server_under(self.both[0].prefix, "--host", "::", *options))
-        self.url = f"tcp://{self.both[0].address}:{self.server.port}"
+    """Two hosts, and the URL of a server."""
+
+    def __init__(self, both: tuple[networks.Network, networks.Network], url: str) -> None:
+        self.both = both
+        self.url = url
 
     def publish(self, client: str, role: str, shape: str, at: int, port: int, seconds: float = LIMIT) -> Program:
         """Start a program on a host that publishes the address of a store by its standard output."""
@@ -103,8 +105,8 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     if reason := networks.why_not():
         pytest.skip(reason)
-    with ExitStack() as stack:
-        yield Hosts(stack)
+    with networks.two_networks() as both, server_under(both[0].prefix, "--host", "::") as server:
+        yield Hosts(both, f"tcp://{both[0].address}:{server.port}")
 
 
 def published(program: Program) -> str:
@@ -156,7 +158,7 @@ def test_the_workers_of_torchrun(at: int, hosts: Hosts, tmp_path: Path) -> None:
     """On a server that runs already, which need not be the agent's host."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    endpoint = f"{hosts.both[0].address}:{hosts.server.port}"
+    endpoint = hosts.url.removeprefix("tcp://")
     launch = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=tcpstore", f"--rdzv-endpoint={endpoint}"]
     command = [*hosts.both[at].prefix, sys.executable, "-m", "torch.distributed.run", *launch]
     command += [f"--rdzv-id=job{at}", f"--local-addr={hosts.both[at].address}", str(worker)]
@@ -168,37 +170,10 @@ def test_the_workers_of_torchrun(at: int, hosts: Hosts, tmp_path: Path) -> None:
             assert address.startswith(f"{hosts.both[0].address}:"), address + torchrun.stderr.read().decode()
             with hosts.dial("stock", address, 1 - at) as dial:
                 assert dial.output() == "right one\n", (address, dial.errors())
-            name = address.rpartition(":")[2]
-            done = hosts.both[at].inside(lambda: socket.create_connection((hosts.both[0].address, int(name)), LIMIT))
+            port = int(address.rpartition(":")[2])
+            done = hosts.both[at].inside(lambda: socket.create_connection((hosts.both[0].address, port), LIMIT))
             with done:
-                done.sendall(bytes.fromhex("00cef7853c") + b"\x01" + _text(b"/done") + _text(b"1"))
+                done.sendall(HANDSHAKE + set_(b"/done", b"1"))
                 assert torchrun.wait(LIMIT) == 0
         finally:
             torchrun.kill()
-
-
-def _text(text: bytes) -> bytes:
-    return len(text).to_bytes(8, "little") + text
-
-
-def test_one_open_port() -> None:
-    """The store works; its address is one of its host, as the log says, and the errors of those who dial it."""
-    if reason := networks.why_not():
-        pytest.skip(reason)
-    with ExitStack() as stack:
-        hosts = Hosts(stack)
-        networks.close_all_but(hosts.server.port, hosts.both)
-        publisher = stack.enter_context(hosts.publish("native", "owner", "store", 1, PORT))
-        address = published(publisher)
-        assert address.startswith("127.0.0.1:")
-        log = publisher.errors()
-        assert "has an address on loopback here, which is of no use to other hosts" in log
-        assert "Network is unreachable" in log
-        with hosts.dial("stock", address, 1) as same:
-            assert same.output() == "right one\n", same.errors()
-        env_free = stack.enter_context(hosts.dial("plain", address, 0, 1.0))
-        assert env_free.wait() != 0
-        assert "an address on loopback means another store on each host" in env_free.errors()
-        python = stack.enter_context(hosts.publish("python-class", "owner", "store", 1, PORT + 1))
-        with hosts.dial("plain", published(python), 0) as named:
-            assert named.output() == "right one\n", named.errors()
