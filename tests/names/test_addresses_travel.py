@@ -31,7 +31,7 @@ logging.basicConfig(level=logging.INFO)
 from datetime import timedelta
 import torch.distributed as dist
 
-client, role, shape, host, port, seconds = sys.argv[3:]
+client, role, shown, host, port, seconds = sys.argv[3:]
 if client != "plain":
     import tcpstore_async.torch
     tcpstore_async.torch.install(client=client.removesuffix("-class"), classes=client.endswith("-class"))
@@ -43,7 +43,7 @@ store = make(host, int(port), None, True, timeout, wait_for_workers=False)
 store.set("who", "right one")
 if role == "guest":
     store, owner = make(host, store.port if port == "0" else int(port), None, False, timeout), store
-print(f"{host}:{store.port}" if shape == "given host" else f"{store.host}:{store.port}", flush=True)
+print(f"{host}:{store.port}" if shown == "given host" else f"{store.host}:{store.port}", flush=True)
 sys.stdin.read()
 """
 
@@ -89,10 +89,10 @@ class Hosts:
         self.both = both
         self.url = url
 
-    def publish(self, client: str, role: str, shape: str, at: int, port: int, seconds: float = LIMIT) -> Program:
+    def publish(self, client: str, role: str, shown: str, at: int, port: int, seconds: float = LIMIT) -> Program:
         """Start a program on a host that publishes the address of a store by its standard output."""
         here = self.both[at]
-        given = (client, role, shape, here.address, port, seconds)
+        given = (client, role, shown, here.address, port, seconds)
         return Program(PUBLISH, TESTS, here.path, *given, env={"TCPSTORE_SERVER_URL": self.url})
 
     def dial(self, client: str, address: str, at: int, seconds: float = LIMIT) -> Program:
@@ -118,7 +118,7 @@ def published(program: Program) -> str:
 PORT = 29_700
 
 
-@pytest.mark.parametrize(("client", "role", "shape", "at", "port"), [
+@pytest.mark.parametrize(("client", "role", "shown", "at", "port"), [
     ("native", "owner", "store", 0, PORT),
     ("native", "owner", "store", 1, 0),
     ("native", "guest", "store", 1, PORT),
@@ -129,9 +129,9 @@ PORT = 29_700
     ("python-class", "owner", "given host", 0, 0),
     ("plain", "owner", "store", 1, PORT),
 ])  # fmt: skip
-def test_an_address_leads_to_its_store(client: str, role: str, shape: str, at: int, port: int, hosts: Hosts) -> None:
+def test_an_address_leads_to_its_store(client: str, role: str, shown: str, at: int, port: int, hosts: Hosts) -> None:
     """From the other host and from the same one, for clients of all kinds."""
-    with hosts.publish(client, role, shape, at, port) as publisher:
+    with hosts.publish(client, role, shown, at, port) as publisher:
         address = published(publisher)
         with ExitStack() as stack:
             dials = [
