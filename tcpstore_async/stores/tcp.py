@@ -85,8 +85,9 @@ class TCPStore(Store):
 
     With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT`, the address of the
     store is a name on that server: nothing is bound, the master owns the store, and the others wait until there is one.
-    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. An empty
-    `server` leaves the address an address.
+    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. `host` and
+    `port` are those of a port that the server has for the store, for clients on other hosts that can say no name, if it
+    has one; not if only the server's address is one on loopback. An empty `server` leaves the address an address.
 
     Raises DistNetworkError if the server cannot be reached or its address or name is in use, StoreTimeoutError if it
     does not reply, DistStoreError if not all ranks have joined in time, and AccessDeniedError if the server refuses the
@@ -221,7 +222,7 @@ class TCPStore(Store):
                 _wait_for_workers(self._client, ranks, deadline)
 
     def _publish(self, client: TCPClient) -> None:
-        """Have `host` and `port` be those of the store's port at the server, where that may help other hosts."""
+        """Have `host` and `port` be those of the store's port at the server, unless its name is of use to more hosts."""
         name = client.name
         if self._server is None or name is None or not name.port:
             return

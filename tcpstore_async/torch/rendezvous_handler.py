@@ -155,8 +155,8 @@ class _RoundStore(PlainTCPStore):
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a store of its own for its workers.
 
-    That is one with a name on the agents' server, which each agent's workers reach by a port on loopback or, where
-    there can be none, the only store of a server that the first agent hosts.
+    That is one with a name on the agents' server, which workers reach by a port that the server has for it, else by a
+    port on loopback or, where there can be none, the only store of a server that the first agent hosts.
     """
 
     def __init__(

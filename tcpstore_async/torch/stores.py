@@ -276,12 +276,12 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The server's host as it was passed."""
+        """The server's host as it was passed or, for a store with a name, as in the server's URL."""
         return str(self._plain.host)
 
     @property
     def port(self) -> int:
-        """The server's port."""
+        """The server's port or, for a store with a name, the one that the server has for that."""
         return int(self._plain.port)
 
     @property
