@@ -222,7 +222,7 @@ class TCPStore(Store):
                 _wait_for_workers(self._client, ranks, deadline)
 
     def _publish(self, client: TCPClient) -> None:
-        """Have `host` and `port` be those of the store's port at the server, unless its name is of use to more hosts."""
+        """Have `host` and `port` be those of the store's port at the server, unless its name is of more use."""
         name = client.name
         if self._server is None or name is None or not name.port:
             return
