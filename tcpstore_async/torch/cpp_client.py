@@ -130,6 +130,8 @@ class _Joining(TCPStore):
         if self._server is not None and client is not None and client.name is not None:
             direct = direct_address(self._server, client.name, self._timeout)
             host, port = direct or ("127.0.0.1", self._open_port(self._server, client.name))
+            if self._listener is not None:
+                self._listener.close()
         hosts = self._hosted is not None or self._owns
         before = sockets_to(port) if hosts else frozenset()
         with for_ourselves():
