@@ -26,6 +26,7 @@ from .server.listen_socket import adopt, listen, log_short_backlog, prepare, rai
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
 from .server.reloading import Reloading
+from .server.store_ports import ANY
 from .server.systemd import activated_fd, supervised
 from .session.identity import build as build
 from .tokens import HostTokens, SharedTokens, TokenFiles
@@ -60,6 +61,7 @@ async def serve(
     tokens: TokenFiles | SharedTokens | None = None,
     require_auth: str = "",
     admin: str | None = "",
+    store_ports: range = ANY,
 ) -> "AsyncIterator[Server]":
     """Run a server on the running loop for as long as the context lasts; `.port` is its port.
 
@@ -73,6 +75,8 @@ async def serve(
     `tokens` checks the tokens of clients. `require_auth` says who must have one, or such a certificate: nobody (empty),
     connections from other hosts (`remote`), or `all`. `admin` is the path of the admin socket, None for the one that
     `tcpstore who` finds by the port, empty for none; `.admin` is its path.
+    From `store_ports`, which is empty for none, come the ports for clients that can say no name of their store; without
+    TLS and tokens only.
 
     Raises DistNetworkError if the address or the admin socket cannot be had, or a file cannot be used, and ValueError
     for a certificate without a key or the reverse, and if TLS is required without them.
@@ -85,6 +89,7 @@ async def serve(
         server = make(listening, limits or Limits(), tls=tls)
         server.engine.authenticate = None if tokens is None else tokens.authenticate
         server.engine.require_auth = require_auth
+        server.ports.numbers = store_ports
         with closed_in_children(server):
             try:
                 server.start()
@@ -117,6 +122,7 @@ async def run(
     tls_key: str | None = None,
     tls_ca: str | None = None,
     require_tls: bool = False,
+    store_ports: range = ANY,
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
@@ -152,6 +158,7 @@ async def run(
             tokens=tokens,
             require_auth=require_auth,
             admin=admin,
+            store_ports=store_ports,
         ) as server,
         _http_process(server, http),
     ):

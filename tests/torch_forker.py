@@ -89,7 +89,7 @@ class Program(Forked):
         stderr, name = tempfile.mkstemp()
         os.unlink(name)
         self._files = ExitStack()
-        self._files.enter_context(os.fdopen(stdin, "wb"))
+        self.stdin: IO[bytes] = self._files.enter_context(os.fdopen(stdin, "wb", buffering=0))
         self.stdout: IO[bytes] = self._files.enter_context(os.fdopen(stdout, "rb", buffering=0))
         self._stderr: IO[bytes] = self._files.enter_context(os.fdopen(stderr, "rb"))
         super().__init__(request, (reading, writing, stderr))

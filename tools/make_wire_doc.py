@@ -134,9 +134,12 @@ that store |
 | `attempt` | the attempt of the job, if all ranks know it: a number, or any other text |
 | `wait` | `0`: do not wait if there is no such store; reply `ended` instead |
 | `host`, `pid` | the client's host and process id, for error messages and diagnosis |
+| `server` | asks for a port of the store at the server, for clients that cannot send ENTER: the server's host \
+as this client spells it, at most 512 bytes |
 
 The owner's ENTER creates the store. The reply has `status` and, if the connection has entered the store, `incarnation`,
-which distinguishes this store from others that have or had the same name; otherwise, it has `reason`:
+which distinguishes this store from others that have or had the same name; otherwise, it has `reason`. If the request
+has `server`, the reply has `port`, the store's port, or `no_port`, why there is none (from an older server, neither):
 
 | `status` | |
 |---|---|
@@ -154,6 +157,13 @@ earlier one, ENTER waits for the next store of that name. A store ends when its 
 one on a broken link counts until the link's grace period is over. The connections in the store are then closed at
 once. If an owner sends END_STORE before it leaves, they have ten seconds to leave on their own. In both cases the name
 is free at once, and the next store of that name is empty.
+
+A store gets its port when the first client asks for one: the server listens there, on the address that it listens on,
+until the store ends. A connection that comes to that port is in the store from the beginning, as if it had sent ENTER
+after VALIDATE; a LINK without `single` is refused on it. While a store has a port, `H:port` is another name of it, for
+each *H* that is a `server` of up to four clients, or the part of the store's name before its last colon: programs tell
+each other such addresses. A store with exactly that name takes precedence; where there was one first, or a client that
+waits for one, the reply has `no_port` instead. A server with TLS, or one that checks tokens, has no such ports.
 
 A client pops with LEASE or LEASE_LATER, and sends CONFIRM right before it hands the item to its caller. If the
 connection breaks or the caller gives up while the item is in transit, the item goes to another consumer. Items leased

@@ -10,6 +10,7 @@ import click
 from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.store_ports import ANY, NONE
 from ..serving import build, run, run_loop, serve_owner
 from ..session.server import ALL, REMOTE
 from ..tokens import TokenFiles
@@ -47,6 +48,16 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
         return Limits(**chosen)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
+
+
+def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range:
+    """Return the ports that `any`, `0` or `FIRST-LAST` stand for."""
+    if text in ("any", "0"):
+        return ANY if text == "any" else NONE
+    first, _, last = text.partition("-")
+    if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535:
+        return range(int(first), int(last) + 1)
+    raise click.BadParameter(f"{text!r} is not of the form FIRST-LAST, any or 0", ctx, param)
 
 
 @click.command()
@@ -91,6 +102,15 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     help="Refuse connections without TLS, those from this host included. Stock PyTorch clients then need a relay.",
 )
 @click.option(
+    "--store-ports",
+    default="any",
+    show_default=True,
+    metavar="RANGE",
+    callback=_parse_ports,
+    help="Ports for named stores that stock PyTorch clients use: FIRST-LAST, any free ones, or 0 for none. A server "
+    "with TLS or tokens has none.",
+)
+@click.option(
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
@@ -130,6 +150,7 @@ def serve(
     port_file: Path | None,
     grace: float,
     link_grace: float,
+    store_ports: range,
     admin: str | None,
     http: Where | None,
     linger: float | None,
@@ -222,6 +243,7 @@ def serve(
             tls_key=tls_key,
             tls_ca=tls_ca,
             require_tls=require_tls,
+            store_ports=store_ports,
         )
         run_loop(running)
     except DistError as error:

@@ -145,7 +145,12 @@ def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
 
 def _store(store: NamedStore) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(store)
-    return {**found, "expected": store.expected or None, "pid": int(store.pid) if store.pid.isdecimal() else None}
+    return {
+        **found,
+        "expected": store.expected or None,
+        "pid": int(store.pid) if store.pid.isdecimal() else None,
+        "port": store.port or None,
+    }
 
 
 def _store_lines(rows: list[dict[str, Any]]) -> Iterable[str]:
@@ -158,7 +163,7 @@ def _store_lines(rows: list[dict[str, Any]]) -> Iterable[str]:
         }
         for one in rows
     ]
-    return _table(("name", "owner", "ranks", "age", "sessions", "keys", "bytes", "state"), shown)
+    return _table(("name", "owner", "ranks", "age", "sessions", "keys", "bytes", "port", "state"), shown)
 
 
 def _print(context: ClientContext, value: Any, lines: Callable[[], Iterable[str]]) -> None:

@@ -33,7 +33,7 @@ from .credentials import find_token
 from .methods import AsyncMethods
 from .requests import ANOTHER, Request
 from .resume import resume
-from .store_name import StoreEndedError, StoreName, find_server, name_of
+from .store_name import StoreEndedError, StoreName, find_server
 from .tls import ClientTls
 from .tls_settings import files_from_environment, wants_tls
 
@@ -127,7 +127,7 @@ class AsyncTCPStore(AsyncMethods):
         url = find_server(server)
         name = None
         if url is not None:
-            name = StoreName(name_of(to_host("host", host), to_port("port", port)))
+            name = StoreName.at(to_host("host", host), to_port("port", port))
             host, port = url.host, url.port
         return await cls._connect(host, port, timeout, token, wants_tls(tls, url), tls_files, name)
 

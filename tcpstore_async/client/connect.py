@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
@@ -34,7 +35,7 @@ from ..session.client import ClientSession, PendingCall
 from ..session.tls import is_mismatch
 from . import requests
 from .admission import admission
-from .store_name import StoreEndedError, StoreName
+from .store_name import StoreEndedError, StoreName, is_local
 from .tls import ClientTls, TlsFailed, tls_required
 
 _LAST_TRY: Final = 0.05
@@ -58,6 +59,12 @@ _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCN
 """Gives up on a host that vanished, say with its power, after five minutes, and with it calls without a timeout. Not
 earlier, because a network may come back. In seconds, the last one in milliseconds. Where the system lacks an option,
 its own defaults apply."""
+
+_LAST_LOOK: Final = 0.25
+"""Seconds left of those of a client that waits for a store, when it asks for the last time which others there are."""
+
+_LOOK_AGAIN: Final = 15.0
+"""Seconds until a host is looked up again that could not be."""
 
 _TICK: Final = 0.1
 """Seconds between two checks whether a connection that is being made is still wanted."""
@@ -92,6 +99,8 @@ class _Tries:
     def limit(self) -> float | None:
         """Return the seconds that this attempt may take; None without limit."""
         left = self.deadline.left()
+        if left is not None and left > 4 * _LAST_LOOK and self.name is not None and self.name.looks():
+            return left - _LAST_LOOK
         self._short = left is not None and left <= 2 * _LAST_TRY
         return MIN_ROUND_TRIP if self.deadline.timeout == 0 else left
 
@@ -115,11 +124,20 @@ class _Tries:
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
                 f"connect to ({self.host}, {self.port}). Gave up after {self.deadline.spent():.1f} s; last error: "
-                f"{self.cause}."
+                f"{self.cause}.{self._elsewhere()}"
             ) from None
         self._failures += 1
         wait = backoff(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
+
+    def _elsewhere(self) -> str:
+        """Return what to do if the address is one that another host has published, where nobody listens here."""
+        if self.name is not None or self.cause != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
+            return ""
+        return (
+            f" {self.host} is this host: if another host has published this address, it is of use there only, and that "
+            "host's log says why (level info)."
+        )
 
 
 def _cause(error: Exception) -> str:
@@ -195,10 +213,17 @@ async def _try(
         clear = token != b"" and tls is None and leaves_host(peer)
         try:
             for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
+                if name is not None and name.to_look_up:
+                    try:
+                        name.tell(_hosts(await _look_up(name.to_look_up, 0)))
+                    except OSError:
+                        name.tell(())
                 if data:
                     await loop.sock_sendall(peer, data)
                 while not asked.done:
-                    _receive(session, await loop.sock_recv(peer, _reply_bytes(call)))
+                    chunk = loop.sock_recv(peer, _reply_bytes(call))
+                    limit = _LOOK_AGAIN if name is not None and name.unknown else None
+                    _receive(session, await (asyncio.wait_for(chunk, limit) if limit else chunk))
         except ConnectionError as error:
             if call.done:
                 raise
@@ -239,11 +264,9 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
         found: list[AddressInfo] | None = None
         failed: OSError | None = None
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = _resolve(host, port)
         except OSError as error:
             failed = error
-        except ValueError as error:  # too long a label, say
-            failed = OSError(f"{host!r} is not a valid host name: {error}")
         try:
             loop.call_soon_threadsafe(deliver, found, failed)
         except RuntimeError:
@@ -251,6 +274,18 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
 
     threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True).start()
     return await answer
+
+
+def _resolve(host: str, port: int) -> list[AddressInfo]:
+    """Resolve a name. Raises OSError."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except ValueError as error:  # too long a label, say
+        raise OSError(f"{host!r} is not a valid host name: {error}") from None
+
+
+def _hosts(found: list[AddressInfo]) -> list[str]:
+    return [str(address[4][0]) for address in found]
 
 
 # In a thread without a loop
@@ -280,6 +315,11 @@ class Attempt:
         if left == 0.0:
             raise TimeoutError
         return _TICK if left is None else min(left, _TICK)
+
+    def at_most(self, seconds: float) -> "Attempt":
+        """Return an attempt that ends with this one, or in so many seconds."""
+        left = self.deadline.left()
+        return Attempt(seconds if left is None else min(left, seconds), self.wanted)
 
     def wait_for(self, peer: socket.socket, event: int) -> None:
         poll = select.poll()
@@ -322,12 +362,12 @@ def connect_blocking(
     )
 
 
-def open_blocking(host: str, port: int, deadline: Deadline) -> socket.socket:
+def open_blocking(host: str, port: int, deadline: Deadline, refused_is_final: bool = False) -> socket.socket:
     """Return a socket that is connected to this address, without the handshake. It does not block.
 
-    From a thread without a loop. Raises DistNetworkError.
+    From a thread without a loop. Raises DistNetworkError and, if that is said to be final, ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, False, None)
+    tries = _Tries(host, port, deadline, refused_is_final, None)
     return _persist(tries, _always, lambda attempt: _open_in_this_thread(host, port, attempt))
 
 
@@ -367,6 +407,10 @@ def _try_in_this_thread(
             hello += asking
         try:
             for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
+                if name is not None and name.to_look_up:
+                    name.tell(_look_up_in_a_helper(name.to_look_up, attempt))
+                    if name.unknown:
+                        attempt = attempt.at_most(_LOOK_AGAIN)
                 if data:
                     peer.sendall(data, NO_SIGPIPE)
                 while not asked.done:
@@ -440,6 +484,21 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
     if failed:
         raise failed[0]
     return found[0]
+
+
+def _look_up_in_a_helper(host: str, attempt: Attempt) -> list[str]:
+    """Return the addresses of a name, none if it cannot be resolved; a look-up that hangs is left behind."""
+    found: list[str] = []
+
+    def run() -> None:
+        with suppress(OSError):
+            found.extend(_hosts(_resolve(host, 0)))
+
+    helper = threading.Thread(target=run, name=f"lookup of {host}", daemon=True)
+    helper.start()
+    while helper.is_alive():
+        helper.join(attempt.tick())
+    return found
 
 
 def _close_all(peers: list[socket.socket]) -> None:

@@ -3,7 +3,8 @@
 It knows TCPSTORE_SERVER_URL, what makes an address a name, and ENTER; it must not know how bytes travel.
 
 Invariants: without the variable and the argument, nothing here does anything. All ranks that spell an address alike
-mean the same store. A client that has been in a store enters that one again or none.
+mean the same store; one that spells it differently means the store of a master that has given any address (0.0.0.0) of
+a host, if there is none under its own spelling. A client that has been in a store enters that one again or none.
 """
 
 import functools
@@ -11,15 +12,17 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Final
 
 from ..addresses import format_address
 from ..errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import (
+    ENDED,
     ENTERED,
     LOST,
+    MAX_ADDRESSES,
     MAX_ID,
     MAX_NAME,
     NAMES,
@@ -31,6 +34,7 @@ from ..session.identity import (
 )
 from ..values import unpack
 from . import requests
+from .interfaces import global_addresses
 from .server_url import ServerUrl, parse_server_url
 
 SERVER_URL: Final = "TCPSTORE_SERVER_URL"
@@ -42,6 +46,9 @@ _LOOPBACK: Final = re.compile(
     r"|(.*\.)?localhost|localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|0+|127(\.[0-9]+){1,3}"
 )
 """Names and short forms that mean this host, whichever that is, beside what `ipaddress` knows."""
+
+_ANY: Final = re.compile(r"0*")
+"""Those of them that mean any of its addresses."""
 
 
 class StoreEndedError(DistNetworkError):
@@ -71,16 +78,45 @@ def name_of(host: str, port: int) -> str:
 
     How an IP address is written makes no difference.
     """
+    address, host = _parse(host)
+    return (
+        f"{this_network()}/{os.getuid()}/localhost:{port}" if _is_local(address, host) else format_address(host, port)
+    )
+
+
+_Literal = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _parse(host: str) -> tuple[_Literal | None, str]:
+    """Return an IP address, None for a name, and how either is written here."""
     host = host.lower().rstrip(".")
     try:
-        address = ipaddress.ip_address(host)
+        address: _Literal = ipaddress.ip_address(host)
     except ValueError:
-        local = _LOOPBACK.fullmatch(host) is not None
-    else:
-        address = getattr(address, "ipv4_mapped", None) or address
-        local = address.is_loopback or address.is_unspecified
-        host = str(address)
-    return f"{this_network()}/{os.getuid()}/localhost:{port}" if local else format_address(host, port)
+        return None, host
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address, str(address)
+
+
+def _is_local(address: _Literal | None, host: str) -> bool:
+    if address is None:
+        return _LOOPBACK.fullmatch(host) is not None
+    return address.is_loopback or address.is_unspecified
+
+
+def _address_of(host: str, port: int) -> str:
+    """Return what a store is found at under an address, if its master means any of its host: whoever asks."""
+    address, host = _parse(host)
+    return f"{this_network()}/localhost:{port}" if _is_local(address, host) else format_address(host, port)
+
+
+def _addresses_of(hosts: Iterable[str], port: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_address_of(host, port) for host in hosts))[:MAX_ADDRESSES]
+
+
+def is_local(host: str) -> bool:
+    """Return whether an address of this host is one that no other host can use."""
+    return name_of(host, 0) == name_of("localhost", 0)
 
 
 @functools.cache
@@ -152,8 +188,48 @@ class StoreName:
         self.incarnation = ""
         """Which store of this name it is; empty before it has been entered."""
         self.waits = True
+        self.address: tuple[str, int] | None = None
+        """That the name has been made of, if it has been made of one."""
+        self.addresses: tuple[str, ...] = ()
+        """Of the owner: what the store is found at beside its name. Of others: what that may stand for."""
+        self.to_look_up = ""
+        """The host that is to be looked up before the next step, with `tell`."""
+        self.unknown = False
+        """Whether that could not be found out: it may be later."""
+        self.absent = False
+        """Whether a server has said that there is no such store."""
+        self.others: tuple[str, ...] = ()
+        """Stores of the same port that it has named then."""
+        self.wants_port = False
+        """Whether the store needs a port at the server, for clients that can say no name."""
+        self.port = 0
+        """That port, once the store has been entered; 0 if there is none."""
+        self.no_port = ""
+        """Why there is none."""
         self.asked = False
         """Whether a server has been asked, and has not answered."""
+
+    @classmethod
+    def at(cls, host: str, port: int, owned: bool = False, attempt: str = "") -> "StoreName":
+        """Return the name that an address is. Raises ValueError for one that no server takes."""
+        made = cls(name_of(host, port), owner=os.urandom(16).hex() if owned else "", attempt=attempt)
+        made.address = host, port
+        if owned:
+            address, host = _parse(host)
+            if _ANY.fullmatch(host) if address is None else address.is_unspecified:
+                made.addresses = _addresses_of(["localhost", *global_addresses()], port)
+        return made
+
+    def looks(self) -> bool:
+        """Return whether another store than that of the name may be meant."""
+        return self.address is not None and self.waits and not self.owner and not self.incarnation
+
+    def tell(self, hosts: Iterable[str]) -> None:
+        """Answer what `to_look_up` asks: its addresses, none if they could not be found out."""
+        assert self.address is not None
+        self.to_look_up = ""
+        self.addresses = _addresses_of(hosts, self.address[1])
+        self.unknown = not self.addresses
 
     def once(self) -> "StoreName":
         """Return the name as for a client that does not own the store, and does not wait for it either."""
@@ -167,7 +243,8 @@ class StoreName:
         guest.incarnation = self.incarnation
         return guest
 
-    def request(self) -> requests.Request:
+    def request(self, server: str = "", waits: bool = True) -> requests.Request:
+        """Return the request for the store, for a server whose host is `server`."""
         items = {
             "name": self.name,
             "owner": self.owner,
@@ -175,9 +252,11 @@ class StoreName:
             "joins": str(self.joins or ""),
             "attempt": self.attempt,
             "incarnation": self.incarnation,
-            "wait": "" if self.waits else "0",
+            "wait": "" if self.waits and waits else "0",
+            "addresses": " ".join(self.addresses),
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
+            "server": name_of(server, 0)[: -len(":0")] if self.wants_port else "",
         }
         return requests.enter({name: text for name, text in items.items() if text})
 
@@ -195,20 +274,25 @@ class StoreName:
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
                 f"{self.name!r} there"
             )
-        entering, entered = session.request(*self.request())
-        assert entered is not None
-        self.asked = True
-        yield entering, entered
-        self.asked = False
+        looks = self.looks()
+        entered = yield from self._ask(session, host, not looks)
         reply = read_enter_reply(unpack(entered.result))
+        if looks and reply.status == ENDED:
+            self.absent, self.others = True, reply.others
+            yield from self._find_addresses(entered)
+            entered = yield from self._ask(session, host)
+            reply = read_enter_reply(unpack(entered.result))
         if reply.status == ENTERED:
             self.incarnation = reply.incarnation
+            self.name = reply.store or self.name
+            self.port = reply.port
+            self.no_port = reply.no_port or ("" if reply.port else "the server is too old to have ports for stores")
             session.store = self.name
             return with_store(identity, self.name, reply.incarnation)
         if reply.status == TAKEN:
             raise StoreTakenError(
-                f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
-                "that store ends, or use another address"
+                f"cannot create the store {self.name!r} on the server at {host}:{port}: EADDRINUSE, address already in "
+                f"use: {reply.reason}; wait until that store ends, or use another address"
             )
         if reply.status == REFUSED:
             error = AccessDeniedError(f"the server refused to open the store {self.name!r}: {reply.reason}")
@@ -218,10 +302,38 @@ class StoreName:
             raise ConnectionError(reply.reason)
         raise StoreEndedError(reply.reason or reply.status)
 
+    def _ask(
+        self, session: ClientSession, server: str, waits: bool = True
+    ) -> Generator[tuple[bytes, PendingCall], None, PendingCall]:
+        entering, entered = session.request(*self.request(server, waits))
+        assert entered is not None
+        self.asked = True
+        yield entering, entered
+        self.asked = False
+        return entered
+
+    def _find_addresses(self, done: PendingCall) -> Generator[tuple[bytes, PendingCall], None, None]:
+        """Find out what the address may stand for, which yields a call that is `done` for a look-up."""
+        assert self.address is not None
+        address, host = _parse(self.address[0])
+        if address is None and not _is_local(address, host):
+            self.to_look_up = host
+            yield b"", done
+        else:
+            self.tell([host])
+
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""
-        if not self.asked or self.owner:
+        if not (self.asked or self.absent) or self.owner:
             return ""
-        return f"the store {self.name!r} has not been created there" + (
-            f" by attempt {self.attempt} of the job" if self.attempt else ""
-        )
+        text = f"the store {self.name!r} has not been created there"
+        if self.attempt:
+            text += f" by attempt {self.attempt} of the job"
+        if "/localhost:" in self.name:
+            text += " (an address on loopback means another store on each host)"
+        if self.others:
+            text += (
+                f"; stores of that port there are {', '.join(self.others)}: give the address as the store's master "
+                "gives it"
+            )
+        return text

@@ -71,6 +71,8 @@ class NamedStore(msgspec.Struct):
     bytes: int
     ended: str
     """Why it has ended; empty if it has not."""
+    port: int = 0
+    """The one that the server has for it; 0 if it has none."""
 
 
 class OtherStores(msgspec.Struct):

@@ -34,6 +34,7 @@ from .backends import DEFAULT_GRACE, LINK_GRACE
 from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
+from .store_ports import StorePorts
 from .tls import MOST_HANDSHAKES, ServerTls
 
 log = logging.getLogger("tcpstore_async.server")
@@ -94,6 +95,8 @@ class Server:
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
         self.named.on_released = self._expect_leaving
+        self.named.open_port = self._open_port
+        self.named.close_port = self._close_port
         self._finishing: dict[Transport, float] = {}
         """Refused peers that have not read their replies, with the time at which they are closed, in order."""
         self._finish_expected = False
@@ -127,6 +130,8 @@ class Server:
         self.empty.set()
         self.stopped: bool = False
         self.loop = asyncio.get_running_loop()
+        self.ports = StorePorts(listener, self.loop, self.call_soon, self.serve, self.served, self.log_limited)
+        """Those of stores with names; they count as connections."""
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(limits.audit_lines)
         self._suppressing: bool = False
@@ -153,6 +158,13 @@ class Server:
         """Free the port; open connections stay. Idempotent."""
         raise NotImplementedError
 
+    def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        """Serve a new connection, in a store if it has come to its port, or close it if there are too many."""
+        raise NotImplementedError
+
+    def served(self) -> None:
+        """Note that new connections are served."""
+
     def open_connections(self) -> list[Transport]:
         """Return the connections that are open. With the lock."""
         raise NotImplementedError
@@ -178,6 +190,7 @@ class Server:
         self.stopped = True
         self.stop_accepting()
         with self.lock:
+            self.ports.stop()
             self.links.close_all()
             self.flush_pending()
             for connection in self.open_connections():
@@ -194,6 +207,7 @@ class Server:
         """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""
         self.stop_accepting()
         with self.lock:
+            self.ports.stop()
             self.links.go_away()
             self.flush_pending()
         self._note_empty()  # the loop may not have run since the last connection was accepted
@@ -261,10 +275,11 @@ class Server:
     def reserve(self) -> None:
         """Fix how many connections the server can hold, and log it."""
         self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
+        self.ports.reserve(self.max_connections)
 
     def admits(self, host: str, port: int) -> bool:
         """Return whether a new connection fits, if need be in place of one that is not validated; log if not."""
-        if self.count < self.max_connections or self._evict_unvalidated():
+        if self.count + len(self.ports) < self.max_connections or self._evict_unvalidated():
             return True
         self.rejected += 1
         self.log_limited(
@@ -414,6 +429,17 @@ class Server:
             self.call_soon(self._schedule_expiry)
 
     # Internal; with the lock
+
+    def _open_port(self, store: NamedStore) -> int | str:
+        """Listen for a store; return the port, or why there is none: who connects there presents nothing."""
+        if self.tls is not None:
+            return "the server has TLS, and no clear-text ports for stores"
+        if self.engine.authenticate is not None or self.engine.require_auth:
+            return "the server checks tokens, and has no ports for stores that need none"
+        return self.ports.open(store)
+
+    def _close_port(self, store: NamedStore) -> None:
+        self.ports.close(store)
 
     def _count_suppressed(self) -> None:
         """Have the number of messages that were not logged be logged in a while."""

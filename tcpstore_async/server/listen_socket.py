@@ -96,19 +96,30 @@ def check_port(port: int) -> None:
         raise ValueError(f"port must be from 0 to 65535, not {port}")
 
 
-def listen_at(family: int, address: Address) -> socket.socket:
-    """Return a non-blocking socket that listens on this address. Raises OSError."""
+def listen_at(family: int, address: Address, only_v6: bool | None = None) -> socket.socket:
+    """Return a non-blocking socket that listens on this address. Raises OSError.
+
+    Of IPv6 addresses, `::` stands for those of IPv4 too, unless `only_v6` says otherwise.
+    """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address[0] == "::" else 1)
+            only = address[0] != "::" if only_v6 is None else only_v6
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
         listener.bind(address)
         prepare(listener)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def v6_only(listener: socket.socket) -> bool | None:
+    """Return whether a socket stands for IPv6 addresses only; None if it has one of IPv4."""
+    if listener.family != socket.AF_INET6:
+        return None
+    return bool(listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
 
 
 def adopt(fd: int) -> socket.socket:

@@ -22,6 +22,7 @@ from typing import Final
 from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
+from ..session.named_stores import NamedStore
 from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES
@@ -44,8 +45,10 @@ _PAUSE: Final = 0.1
 class Connection(Transport):
     """A session and its socket. Call everything but what its own thread does with the lock."""
 
-    def __init__(self, server: "ThreadedServer", peer: socket.socket, host: str, port: int) -> None:
-        super().__init__(server.engine, host, port, time.monotonic())
+    def __init__(
+        self, server: "ThreadedServer", peer: socket.socket, host: str, port: int, store: NamedStore | None = None
+    ) -> None:
+        super().__init__(server.engine if store is None else store.engine, host, port, time.monotonic())
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
@@ -414,6 +417,8 @@ class ThreadedServer(base.Server):
         """Shut down to wake the accepting thread."""
         self._threads: set[Worker] = set()
         """Threads to wait for when the server stops."""
+        self._starting = threading.Lock()
+        """Held while a thread is started: the accepting thread does that, and the loop."""
         self._ended: deque[Worker] = deque()
         """Those of them that are ending."""
 
@@ -488,14 +493,16 @@ class ThreadedServer(base.Server):
             if not served:
                 peer.close()
 
-    def _admit(self, peer: socket.socket, host: str, port: int) -> Connection | None:
+    def _admit(self, peer: socket.socket, host: str, port: int, store: NamedStore | None = None) -> Connection | None:
         """Return the connection of a new peer, or None if there are too many."""
         peer.setblocking(True)
         with self.lock:
-            if not self.admits(host, port):
+            if (store is not None and store.over) or not self.admits(host, port):
                 return None
             if self.tls is None:
-                connection = Connection(self, peer, host, port)
+                connection = Connection(self, peer, host, port, store)
+                if store is not None:
+                    self.named.arrive(connection.session, store)
             else:
                 connection = TlsConnection(self, self.tls, peer, host, port)
             self.connections.add(connection)
@@ -518,11 +525,32 @@ class ThreadedServer(base.Server):
 
     def _start_thread(self, run: Callable[[], object], name: str) -> Worker:
         """Start a thread that the server waits for when it stops. Raises RuntimeError if that is not possible."""
-        while self._ended:
-            ended = self._ended.popleft()
-            ended.join()
-            self._threads.discard(ended)
-        worker = Worker(run, name, self._ended)
-        worker.start()
-        self._threads.add(worker)
-        return worker
+        with self._starting:
+            while self._ended:
+                ended = self._ended.popleft()
+                ended.join()
+                self._threads.discard(ended)
+            worker = Worker(run, name, self._ended)
+            worker.start()
+            self._threads.add(worker)
+            return worker
+
+    # Called by the loop
+
+    def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        """Serve a connection to the port of a store: the loop accepts these, and does not wait for a thread."""
+        peer = socket.socket(fileno=fd)
+        try:
+            connection = self._admit(peer, host, port, store)
+            if connection is None:
+                peer.close()
+                return
+            try:
+                self._start_thread(connection.run, f"tcpstore serving {connection.session}")
+            except (RuntimeError, MemoryError):
+                with self.lock:
+                    connection.close()
+                raise
+        except BaseException:
+            peer.detach()
+            raise

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..errors import PeerError
 from ..limits import Limits
+from ..session.named_stores import NamedStore
 from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES, first_bytes
@@ -57,8 +58,8 @@ _JOINED: Final = 256 * 1024
 class Connection(Transport):
     """A session and its descriptor."""
 
-    def __init__(self, server: "UvServer", fd: int, host: str, port: int) -> None:
-        super().__init__(server.engine, host, port, time.monotonic())
+    def __init__(self, server: "UvServer", fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        super().__init__(server.engine if store is None else store.engine, host, port, time.monotonic())
         self.server = server
         self.fd = fd
         """-1 once it is closed."""
@@ -475,7 +476,7 @@ class UvServer(base.Server):
         """Whether `_write_more` will be called, in the next turn."""
         self._to_write: dict[Connection, None] = {}
         """Connections to which more could be written than a turn of the loop allows."""
-        self.acceptor = Acceptor(self.loop, listener, self._serve, self._served, self.log_limited)
+        self.acceptor = Acceptor(self.loop, listener, self.serve, self.served, self.log_limited)
 
     def start(self) -> None:
         self.reserve()
@@ -681,9 +682,8 @@ class UvServer(base.Server):
 
     # Accepting
 
-    def _serve(self, fd: int, host: str, port: int) -> None:
-        """Serve a new connection, or close it if there are too many."""
-        if not self.admits(host, port):
+    def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        if (store is not None and store.over) or not self.admits(host, port):
             os.close(fd)
             return
         os.set_blocking(fd, False)
@@ -693,7 +693,10 @@ class UvServer(base.Server):
             while fd >= len(self.connections):
                 self.connections.extend([None] * (len(self.connections) + 64))
             if self.tls is None:
-                self.connections[fd] = Connection(self, fd, host, port)
+                connection = Connection(self, fd, host, port, store)
+                if store is not None:
+                    self.named.arrive(connection.session, store)
+                self.connections[fd] = connection
             else:
                 self.tls_connections[fd] = TlsConnection(self, self.tls, fd, host, port)
         except BaseException:
@@ -701,7 +704,7 @@ class UvServer(base.Server):
             raise
         self.opened()
 
-    def _served(self) -> None:
+    def served(self) -> None:
         if self.engine.pending_flush:
             self.flush_pending()
         self.expect_validation()

@@ -79,6 +79,9 @@ MAX_NAME: Final = 512
 MAX_ID: Final = 64
 """Bytes of an owner's id, of what it shares the store by, and of an attempt."""
 
+MAX_ADDRESSES: Final = 32
+"""Addresses of its host that the owner of a store sends, and that a client sends which looks for one."""
+
 CLOSED: Final = "has closed it"
 """The end of the reason why a store has ended, if its owner wanted that."""
 
@@ -90,6 +93,14 @@ class EnterReply(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: str = ""
     """Which of the stores that had this name, one after the other, the connection is in."""
     reason: str = ""
+    port: int = 0
+    """The port of the store at the server, if the client has asked for one."""
+    no_port: str = ""
+    """Why there is none, if it has."""
+    store: str = ""
+    """The name of the store, if it was found by an address and has another name than the client has said."""
+    others: tuple[str, ...] = ()
+    """If there is no such store, some of the same port: how their owners spell them, and who these are."""
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -135,6 +135,7 @@ class Inspection:
             "keys": len(engine.keyspace.values),
             "bytes": engine.keyspace.size,
             "ended": store.over,
+            "port": store.port,
         }
 
     def keys(self) -> Iterator[Fact]:

@@ -132,6 +132,11 @@ class LinkRegistry:
                 return self._reply(LINK_REFUSED, 0, refusal)
         if said.get(b"single"):
             return self._open_single(carrier, single, said, attempt)
+        if carrier.engine.store is not None:
+            reason = (
+                f"this connection is in {carrier.engine.store}; connect to the server's own port, and enter that store"
+            )
+            return self._reply(LINK_REFUSED, 0, reason)
         if said.get(b"instance"):
             return self._resume(carrier, link, said, attempt)
         if link is not None:

@@ -1,7 +1,10 @@
 """Stores with names: who owns each, who is in it, who waits for it, and how it ends.
 
 A session begins in the store without a name; ENTER puts it into another one, for good. The owner's ENTER creates that;
-others wait until there is one. This module must not know how bytes travel, what the stores hold, or what time it is.
+others wait until there is one. A store whose owner means any address of its host has those beside its name: who finds
+no store under a name says which addresses that name may stand for. Clients that cannot send ENTER come by a port that
+the server has for their store. This module must not know how bytes travel, what the stores hold, what an address is, or
+what time it is.
 
 Invariants: a name is that of one store at a time. A store is there as long as an owner of it is: when the last one has
 left, nobody enters any more, and the next store of that name starts empty. A session that knows in which incarnation it
@@ -10,6 +13,7 @@ was enters no other one. What ends with a store is closed and freed in portions.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from math import inf
 from typing import Any, Final
 
@@ -28,6 +32,7 @@ from .identity import (
     ENDED,
     ENTERED,
     LOST,
+    MAX_ADDRESSES,
     MAX_ID,
     MAX_NAME,
     REFUSED,
@@ -48,8 +53,23 @@ _MAX_TEXT: Final = 256
 STORE_BYTES: Final = 16 * 1024
 """Bytes counted for a store, besides what is in it."""
 
+PORT_BYTES: Final = 4 * 1024
+"""Bytes counted for a store's port."""
+
+_MOST_HOSTS: Final = 4
+"""Under so many spellings of the server's host is a store's port known as a name, besides the host in its own name."""
+
 ENTRY_BYTES: Final = 1024
 """Bytes counted for a session that waits for a store, besides the name."""
+
+ADDRESS_BYTES: Final = 512
+"""Bytes counted for each address of a store, or of a session that waits."""
+
+_SHOWN: Final = 4
+"""Stores of the same port that a client is told of which finds none under its name."""
+
+_SHOWN_NAME: Final = 100
+"""Characters that are shown of the name of each."""
 
 _REMEMBERED: Final = 1024
 """Stores that have ended of which it is remembered why."""
@@ -89,6 +109,12 @@ class Entry:
         self.waits = said.get(b"wait", b"1") != b"0"
         self.host = printable(said.get(b"host", b""))[:_MAX_TEXT] or session.host
         self.pid = printable(_text(said, b"pid", MAX_ID).encode())
+        self.addresses = tuple(dict.fromkeys(_text(said, b"addresses", _MAX_ENTER).split()))
+        """Of the owner: what the store is found at, beside its name. Of others: what the name may stand for."""
+        if len(self.addresses) > MAX_ADDRESSES:
+            raise ProtocolError(f"ENTER with {len(self.addresses)} addresses (max {MAX_ADDRESSES})")
+        self.server = _text(said, b"server", MAX_NAME)
+        """The server's host as the client spells it, if it asks for a port of the store; empty otherwise."""
         joins = said.get(b"joins", b"0")
         if not self.name or not joins.isdigit() or len(joins) > 18:
             raise ProtocolError("ENTER without a name, or with an invalid number")
@@ -97,6 +123,10 @@ class Entry:
 
     def who(self) -> str:
         return f"host {self.host}, pid {self.pid}" if self.pid else f"host {self.host}"
+
+    def bytes(self) -> int:
+        """Return what is counted for it while it waits."""
+        return ENTRY_BYTES + len(self.name) + ADDRESS_BYTES * len(self.addresses)
 
 
 class NamedStore:
@@ -107,6 +137,7 @@ class NamedStore:
         self.name = entry.name
         self.incarnation = incarnation
         self.attempt = entry.attempt
+        self.addresses = entry.addresses
         self.creator = entry.who()
         self.host = entry.host
         self.pid = entry.pid
@@ -120,6 +151,10 @@ class NamedStore:
         """The ids of its owners, and what they share it by."""
         self.sessions: dict[ServerSession, bool] = {}
         """All that are in it."""
+        self.port: int = 0
+        """On which the server listens for it; 0 if it does not."""
+        self.hosts: set[str] = {entry.name.rpartition(":")[0]} - {""}
+        """With which the port is another name of it."""
         self.accounts: dict[str, Account] = {}
         """What the holders of tokens with limits have stored in it, by the token's id."""
         self.over = ""
@@ -137,6 +172,15 @@ class NamedStore:
     def account(self, usage: TokenUsage) -> Account:
         """Return what the holders of a token have stored in it."""
         return self.accounts.setdefault(usage.identity, Account(usage))
+
+    def bytes(self) -> int:
+        """Return what is counted for it, besides what is in it."""
+        return STORE_BYTES + ADDRESS_BYTES * len(self.addresses)
+
+    def spelling(self) -> str:
+        """Return what its owner calls it: a name of one host has more in front, and is that of any address, too."""
+        name = f"0.0.0.0:{_port(self.name)}" if self.addresses else self.name.rpartition("/")[2]
+        return f"{name[:_SHOWN_NAME]} ({self.creator})"
 
     def joined(self) -> int:
         """Return how many ranks have joined it."""
@@ -200,6 +244,12 @@ class NamedStores:
         """Those that have ended, and that sessions are still in."""
         self.waiting: dict[str, OrderedDict[ServerSession, Entry]] = {}
         """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
+        self.seeking: dict[str, OrderedDict[ServerSession, Entry]] = {}
+        """By address, those of them that look for a store at it."""
+        self.addresses: dict[str, dict[NamedStore, bool]] = {}
+        """By address, the stores that are found at it."""
+        self.of_port: dict[str, dict[NamedStore, bool]] = {}
+        """By port, the stores whose names end with it."""
         self.entries: dict[ServerSession, Entry] = {}
         """By session, what it waits for, or has waited for when it gave up."""
         self.ended: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -219,6 +269,12 @@ class NamedStores:
         """
         self.on_created: Callable[[NamedStore], object] | None = None
         """Called with each new store."""
+        self.ports: dict[str, NamedStore] = {}
+        """By port, in decimal, the stores that have one."""
+        self.open_port: Callable[[NamedStore], int | str] | None = None
+        """Has the server listen for a store; returns the port, or why there is none."""
+        self.close_port: Callable[[NamedStore], object] | None = None
+        """Called when a store ends that has a port."""
         engine.named = self
 
     # Commands
@@ -246,7 +302,10 @@ class NamedStores:
 
     def decide(self, entry: Entry) -> Framed | None:
         """Put a session into the store that it wants, and return its reply; None if it has to wait."""
-        store = self.stores.get(entry.name)
+        store = self._find(entry.name)
+        found = "" if store is not None or entry.owner or entry.incarnation else self._found_at(entry)
+        if found:
+            store = self.stores[found]
         if entry.incarnation:
             if store is None or store.incarnation != entry.incarnation:
                 return _reply(ENDED, self.why_ended(entry.name, entry.incarnation))
@@ -261,7 +320,7 @@ class NamedStores:
                     TAKEN, f"{store} already has an owner ({store.creator}), which created it {age:.1f} s ago"
                 )
         elif store is None or _is_later(entry.attempt, store.attempt):
-            return None if entry.waits else _reply(ENDED, self._why_absent(entry.name))
+            return None if entry.waits else self._absent(entry)
         elif entry.attempt and store.attempt and entry.attempt != store.attempt:
             return _reply(
                 ENDED, f"{store} belongs to attempt {store.attempt}, but this rank belongs to attempt {entry.attempt}"
@@ -269,12 +328,13 @@ class NamedStores:
         elif store.is_lost():
             return _lost(store)
         self._put(entry, store)
-        return _reply(ENTERED, "", store.incarnation)
+        port, no_port = self._port_for(entry, store) if entry.server else (0, "")
+        return _encoded(EnterReply(ENTERED, store.incarnation, "", port, no_port, found))
 
     def park(self, entry: Entry) -> None:
         """Have a session wait for a store."""
         session = entry.session
-        self.engine.keyspace.hold(session, ENTRY_BYTES + len(entry.name))
+        self.engine.keyspace.hold(session, entry.bytes())
         session.state = AWAITING_STORE
         session.remaining = 1
         session.awaited = entry.name.encode()
@@ -304,6 +364,10 @@ class NamedStores:
         return others
 
     # Called by sessions and servers
+
+    def arrive(self, session: ServerSession, store: NamedStore) -> None:
+        """Note a session that has begun in a store, because its connection came to the store's port."""
+        store.sessions[session] = True
 
     def leave(self, session: ServerSession) -> None:
         """Forget a session that has gone. A store ends with its last owner, at once."""
@@ -344,6 +408,17 @@ class NamedStores:
         _, why = self.ended.get(incarnation, ("", ""))
         return f"the store {name!r} ended" + (f": {why}" if why else "")
 
+    def _absent(self, entry: Entry) -> Framed:
+        """Return the reply to a session for which there is no store, and that does not wait."""
+        others = self.of_port.get(_port(entry.name), {})
+        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        shown = (
+            ()
+            if access is not None and access.store
+            else tuple(store.spelling() for store in islice(reversed(others), _SHOWN))
+        )
+        return _encoded(EnterReply(ENDED, reason=self._why_absent(entry.name), others=shown))
+
     def _why_absent(self, name: str) -> str:
         last = next((incarnation for incarnation, (ended, _) in reversed(self.ended.items()) if ended == name), None)
         return f"there is no store {name!r}" if last is None else self.why_ended(name, last)
@@ -374,6 +449,46 @@ class NamedStores:
 
     # Internal
 
+    def _find(self, name: str) -> NamedStore | None:
+        """Return the store of this name or, if there is none, the one with a port that has this address."""
+        store = self.stores.get(name)
+        if store is None and self.ports:
+            host, _, port = name.rpartition(":")
+            found = self.ports.get(port)
+            if found is not None and host in found.hosts:
+                return found
+        return store
+
+    def _found_at(self, entry: Entry) -> str:
+        """Return the name of the store at the addresses of a session; empty if there is none, or more than one.
+
+        An address at which there are several stores says nothing: that of a bridge, say, which every host has.
+        """
+        names = {store.name for address in self._telling(entry.addresses) for store in self.addresses[address]}
+        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        return "" if len(names) != 1 or (access is not None and access.store) else names.pop()
+
+    def _telling(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of the addresses at which there is exactly one store."""
+        return tuple(address for address in addresses if len(self.addresses.get(address, ())) == 1)
+
+    def _port_for(self, entry: Entry, store: NamedStore) -> tuple[int, str]:
+        """Return the port of a store, which is opened if need be, or 0 and why there is none."""
+        if not store.port:
+            opened = "this server offers none" if self.open_port is None else self.open_port(store)
+            if isinstance(opened, str):
+                return 0, opened
+            self.engine.budget.charge(PORT_BYTES)
+            store.port = opened
+            store.engine.begin_sessions()
+            self.ports[str(opened)] = store
+        address = f"{entry.server}:{store.port}"
+        if self.stores.get(address, store) is not store or address in self.waiting:
+            return 0, f"{address} is also the name of another store"
+        if len(store.hosts) <= _MOST_HOSTS:
+            store.hosts.add(entry.server)
+        return store.port, ""
+
     def _stays(self, session: ServerSession) -> bool:
         """Return whether the store without a name remembers something of a session that it could not in another one."""
         keyspace = self.engine.keyspace
@@ -397,11 +512,12 @@ class NamedStores:
 
     def _create(self, entry: Entry) -> NamedStore:
         engine = self.engine
-        engine.budget.charge(STORE_BYTES)
+        size = STORE_BYTES + ADDRESS_BYTES * len(entry.addresses)
+        engine.budget.charge(size)
         try:
             engine.budget.relieve(entry.session)
         except PeerError:
-            engine.budget.charge(-STORE_BYTES)
+            engine.budget.charge(-size)
             raise
         self.created += 1
         since = 0.0 if self.clock is None else self.clock()
@@ -410,10 +526,19 @@ class NamedStores:
         self.stores[entry.name] = store
         if self.on_created is not None:
             self.on_created(store)
-        waiting = self.waiting.pop(entry.name, None)
-        if waiting is not None:
-            engine.keyspace.defer(_LetIn(self, waiting))
+        self.of_port.setdefault(_port(store.name), {})[store] = True
+        for address in store.addresses:
+            self.addresses.setdefault(address, {})[store] = True
+        self._let_in(self.waiting, (store.name,))
+        self._let_in(self.seeking, self._telling(store.addresses))
         return store
+
+    def _let_in(self, queues: dict[str, OrderedDict[ServerSession, Entry]], keys: tuple[str, ...]) -> None:
+        """Have those answered, in portions, who wait for one of these."""
+        for key in keys:
+            waiting = queues.pop(key, None)
+            if waiting is not None:
+                self.engine.keyspace.defer(_LetIn(self, waiting))
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
@@ -431,21 +556,18 @@ class NamedStores:
                 self.engine.activate()
 
     def _queue(self, entry: Entry) -> None:
-        waiting = self.waiting.get(entry.name)
-        if waiting is None:
-            waiting = self.waiting[entry.name] = OrderedDict()
-        waiting[entry.session] = entry
+        self.waiting.setdefault(entry.name, OrderedDict())[entry.session] = entry
+        for address in entry.addresses:
+            self.seeking.setdefault(address, OrderedDict())[entry.session] = entry
 
     def _forget_entry(self, session: ServerSession) -> None:
         entry = self.entries.pop(session, None)
         if entry is None:
             return
-        self.engine.keyspace.hold_less(session, ENTRY_BYTES + len(entry.name))
-        waiting = self.waiting.get(entry.name)
-        if waiting is not None and waiting.get(session) is entry:
-            del waiting[session]
-            if not waiting:
-                del self.waiting[entry.name]
+        self.engine.keyspace.hold_less(session, entry.bytes())
+        _take(self.waiting, entry.name, entry)
+        for address in entry.addresses:
+            _take(self.seeking, address, entry)
 
     def let_in(self, session: ServerSession, entry: Entry) -> None:
         """Answer a session that has waited for a store which is there now, unless it has given up."""
@@ -475,11 +597,21 @@ class NamedStores:
         store.over = why
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
+        _remove(self.of_port, _port(store.name), store)
+        for address in store.addresses:
+            _remove(self.addresses, address, store)
+        self._let_in(self.seeking, self._telling(store.addresses))
         self.ending[store] = True
         self.ended[store.incarnation] = store.name, why
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)
         store.disown_all()
+        if store.port:
+            del self.ports[str(store.port)]
+            store.port = 0
+            self.engine.budget.charge(-PORT_BYTES)
+            if self.close_port is not None:
+                self.close_port(store)
         if store.engine.joins:
             store.engine.announce(0)
         if not store.sessions:
@@ -495,7 +627,7 @@ class NamedStores:
         self.to_work.pop(store, None)
         engine.key_lists.release()
         root.budget.remove(engine.share)
-        root.budget.charge(-STORE_BYTES)
+        root.budget.charge(-store.bytes())
         dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
         if engine.history is not None:
             writes, departed = engine.history.take_apart()
@@ -568,6 +700,26 @@ def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
         raise ProtocolError(f"the {name.decode()} in ENTER is not UTF-8") from None
 
 
+def _port(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
+def _take(queues: dict[str, OrderedDict[ServerSession, Entry]], key: str, entry: Entry) -> None:
+    """Take an entry out of a queue, if it is there."""
+    waiting = queues.get(key)
+    if waiting is not None and waiting.get(entry.session) is entry:
+        del waiting[entry.session]
+        if not waiting:
+            del queues[key]
+
+
+def _remove(index: dict[str, dict[NamedStore, bool]], key: str, store: NamedStore) -> None:
+    stores = index[key]
+    del stores[store]
+    if not stores:
+        del index[key]
+
+
 def _is_later(attempt: str, other: str) -> bool:
     """Return whether an attempt is known to come after another one."""
     return attempt.isdecimal() and other.isdecimal() and int(attempt) > int(other)
@@ -577,5 +729,9 @@ def _lost(store: NamedStore) -> Framed:
     return _reply(LOST, f"{store} has lost its owner ({store.creator}) and will end unless the owner comes back")
 
 
-def _reply(status: str, reason: str, incarnation: str = "") -> Framed:
-    return pack(msgspec.json.encode(EnterReply(status, incarnation, reason)))
+def _reply(status: str, reason: str) -> Framed:
+    return _encoded(EnterReply(status, reason=reason))
+
+
+def _encoded(reply: EnterReply) -> Framed:
+    return pack(msgspec.json.encode(reply))

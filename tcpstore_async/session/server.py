@@ -244,7 +244,7 @@ class Engine:
                 self.commands[command.opcode] = slot
 
     def _make_slot(self, command: Command) -> _Slot:
-        known = self.root.commands[command.opcode]
+        known = self.root.commands[command.opcode] or self.root.handshake[command.opcode]
         slot = _Slot(command, self._method(command, command.method), Tally() if known is None else known.tally)
         shared = command.method + "_shared"
         if command.request is KEYS and hasattr(self.keyspace, shared):
@@ -266,9 +266,18 @@ class Engine:
             slot = self.commands[opcode] = self._make_slot(command)
         return slot
 
+    def begin_sessions(self) -> None:
+        """Have sessions begin in this store, which is one with a name: VALIDATE is executed here. Idempotent."""
+        if self.handshake is self.root.handshake:
+            self.first = self._make_slot(self.root.first.command)
+            self.handshake = [None] * 256
+            self.handshake[self.first.command.opcode] = self.first
+
     def take_apart(self) -> None:
         """Break the cycles of an engine whose store has ended: nothing has to wait for the garbage collector."""
         self.commands = NO_COMMANDS
+        self.handshake = self.root.handshake
+        self.first = self.root.first
         self._guarded.clear()
         self.key_lists.lists.clear()
         self.serving = None
@@ -333,7 +342,9 @@ class Engine:
         return [self.root, *([] if named is None else named.engines())]
 
     def _all_slots(self) -> "list[_Slot]":
-        tables = [self.handshake, self.commands, *[table for _, table in self._guarded.values()]]
+        tables = [self.commands, *[table for _, table in self._guarded.values()]]
+        if self is self.root or self.handshake is not self.root.handshake:
+            tables.append(self.handshake)
         return [slot for table in tables for slot in table if slot is not None]
 
     def identify(self, identity: bytes) -> None:

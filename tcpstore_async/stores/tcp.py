@@ -10,10 +10,12 @@ import logging
 import os
 import random
 import re
+import socket
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from ..client import capabilities, exchanges, explanation, requests
@@ -27,7 +29,7 @@ from ..client.store_name import (
     StoreTakenError,
     attempt_from_environment,
     find_server,
-    name_of,
+    is_local,
     process_id,
 )
 from ..client.tls import ClientTls
@@ -43,6 +45,7 @@ from ..tokens import HostTokens, read_keys
 from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
+from .held_port import HeldPort, hold
 from .rank import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
@@ -84,8 +87,9 @@ class TCPStore(Store):
 
     With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT`, the address of the
     store is a name on that server: nothing is bound, the master owns the store, and the others wait until there is one.
-    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. An empty
-    `server` leaves the address an address.
+    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. `host` and
+    `port` are those of a port that the server has for the store, for clients on other hosts that can say no name, if it
+    has one; not if only the server's address is one on loopback. An empty `server` leaves the address an address.
 
     Raises DistNetworkError if the server cannot be reached or its address or name is in use, StoreTimeoutError if it
     does not reply, DistStoreError if not all ranks have joined in time, and AccessDeniedError if the server refuses the
@@ -112,6 +116,9 @@ class TCPStore(Store):
 
     _shares = ""
     """By what it shares that with other stores of this process."""
+
+    _held: HeldPort | None = None
+    """What shows the number of that name as taken on this host."""
 
     _ending: "weakref.finalize[Any, TCPStore] | None" = None
     """Ends the store when the process does, if this is its owner."""
@@ -162,9 +169,7 @@ class TCPStore(Store):
                 self.host = host_name
                 self._owns = is_master
                 self._shares = process_id() if multi_tenant else ""
-                self._use_name(port, ranks if wait_for_workers else None, deadline)
-                if master_listen_fd is not None:
-                    os.close(master_listen_fd)
+                self._use_name(port, ranks if wait_for_workers else None, deadline, master_listen_fd)
                 return
             if is_master:
                 backend = "uv" if self._libuv else "threaded"
@@ -198,7 +203,7 @@ class TCPStore(Store):
             self.close()
             raise
 
-    def _use_name(self, port: int, ranks: int | None, deadline: Deadline) -> None:
+    def _use_name(self, port: int, ranks: int | None, deadline: Deadline, listen_fd: int | None) -> None:
         """Join, or create, the store that has this address as its name. For port 0, choose a free name."""
         self.port = port
         tries = _FREE_NAMES if self._owns and port == 0 else 1
@@ -211,6 +216,13 @@ class TCPStore(Store):
                 tries -= 1
                 if tries <= 1:
                     raise
+        if listen_fd is not None:
+            os.close(listen_fd)
+        if self._owns and self._client.name is not None and self._client.name.address is not None:
+            self._held = hold(self.port)
+            if self._held is not None:
+                self._held.reset_peers()
+        self._publish(self._client)
         if self._owns:
             # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
             self._ending = weakref.finalize(self, self._client.close)
@@ -218,17 +230,27 @@ class TCPStore(Store):
             if ranks is not None:
                 _wait_for_workers(self._client, ranks, deadline)
 
+    def _publish(self, client: TCPClient) -> None:
+        """Have `host` and `port` be those of the store's port at the server, unless its name is of more use."""
+        name = client.name
+        if self._server is None or name is None or not name.port:
+            return
+        if not is_local(self._server.host) or is_local(self.host):
+            self.host, self.port = self._server.host, name.port
+
     def _free_number(self) -> int:
         """Return a number for a name that is not likely to be in use, in place of port 0."""
+        with suppress(OSError), socket.create_server(("", 0)) as free:
+            return int(free.getsockname()[1])
         return random.randrange(1024, 65536)
 
     def _name(self, ranks: int | None) -> StoreName | None:
         """Return the name of this store for a new client of it, if it has one."""
         if self._server is None:
             return None
-        name = StoreName(name_of(self.host, self.port), attempt=attempt_from_environment())
+        name = StoreName.at(self.host, self.port, self._owns, attempt_from_environment())
+        name.wants_port = True
         if self._owns:
-            name.owner = os.urandom(16).hex()
             name.shares = self._shares
             name.joins = ranks or 0
         return name
@@ -356,6 +378,8 @@ class TCPStore(Store):
         which is logged.
         """
         client, hosted = self._client, self._hosted
+        if self._held is not None:  # first: the next store of that name holds the number
+            self._held.close()
         if client is not None:
             client.close()
         if self._ending is not None:

@@ -20,6 +20,9 @@ from ..client.brief_join import BriefJoin
 from ..client.credentials import find_token
 from ..client.named_ports import listen, open_port
 from ..client.pool import TCPClient
+from ..client.server_url import ServerUrl
+from ..client.store_name import StoreName
+from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
 from ..coercion import Timeout, to_seconds
 from ..deadline import Deadline
@@ -119,11 +122,16 @@ class _Joining(TCPStore):
         return super()._joins(client, rank)
 
     def _connect_native(self, client: TCPClient | None = None) -> None:
-        """Make the C++ client: of the server, or of a port that stands for the named store that `client` is in."""
+        """Make the C++ client: of the server, or of a port that stands for the named store that `client` is in.
+
+        That is a port of the server, if it has one that this host reaches, else one on loopback.
+        """
         host, port = self.host, self.port
         if self._server is not None and client is not None and client.name is not None:
-            listener, self._listener = self._listener or listen(), None
-            host, port = "127.0.0.1", open_port(self._server, client.name, listener)
+            direct = direct_address(self._server, client.name, self._timeout)
+            host, port = direct or ("127.0.0.1", self._open_port(self._server, client.name))
+            if self._listener is not None:
+                self._listener.close()
         hosts = self._hosted is not None or self._owns
         before = sockets_to(port) if hosts else frozenset()
         with for_ourselves():
@@ -131,6 +139,11 @@ class _Joining(TCPStore):
                 host, port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
             )
         self._sockets = sockets_to(port) - before if hosts else frozenset()
+
+    def _open_port(self, server: ServerUrl, name: StoreName) -> int:
+        """Have a port on loopback stand for a store with a name."""
+        listener, self._listener = self._listener or listen(), None
+        return open_port(server, name, listener)
 
     def detach_server(self, store: Any) -> NativeServer | None:
         """Close our own connections; if this rank hosts, leave the server to the C++ client `store`."""

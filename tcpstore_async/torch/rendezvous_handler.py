@@ -42,11 +42,15 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .. import errors
 from ..addresses import format_address
+from ..client.connect import connect_blocking
 from ..client.credentials import find_token
 from ..client.named_ports import LastingPort
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
+from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
+from ..coercion import to_seconds
+from ..deadline import Deadline
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
@@ -151,8 +155,8 @@ class _RoundStore(PlainTCPStore):
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a store of its own for its workers.
 
-    That is one with a name on the agents' server, which each agent's workers reach by a port on loopback or, where
-    there can be none, the only store of a server that the first agent hosts.
+    That is one with a name on the agents' server, which workers reach by a port that the server has for it, else by a
+    port on loopback or, where there can be none, the only store of a server that the first agent hosts.
     """
 
     def __init__(
@@ -323,7 +327,10 @@ class _Handler(RendezvousHandler):
             return str(error)
 
     def _open_port(self, name: str) -> tuple[str, int]:
-        """Have a port on loopback stand for the store with this name, for this agent's workers; return where it is."""
+        """Return an address that leads this agent's workers to the store with this name.
+
+        That is a port of the agents' server, if it has one that this host reaches, else one on loopback.
+        """
         try:
             if self._wants_relay:
                 self._relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
@@ -331,10 +338,29 @@ class _Handler(RendezvousHandler):
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); each worker connection is forwarded separately", error)
         try:
+            if (direct := self._find_port(name)) is not None:
+                return direct
             self._port = LastingPort(self._agents_server, name, self._made_token or "")
         except errors.DistError as error:
             raise RendezvousConnectionError(str(error)) from error
         return "127.0.0.1", self._port.port
+
+    def _find_port(self, name: str) -> tuple[str, int] | None:
+        """Return where the store with this name has a port at the agents' server; None if it has none for this host.
+
+        Raises DistError if the store cannot be entered.
+        """
+        server = self._agents_server
+        if server.tls:
+            return None
+        guest = StoreName(name)
+        guest.waits = False
+        guest.wants_port = True
+        seconds = to_seconds("timeout", self._store.timeout)
+        token = find_token(self._made_token)
+        peer, _ = connect_blocking(server.host, server.port, Deadline(seconds), token=token, name=guest)
+        peer.close()
+        return direct_address(server, guest, seconds)
 
     def _start_relay(self, address: str, port: int, token: str) -> tuple[str, int]:
         """Start a relay for this agent's workers, and return where it listens; without one, where the server does."""

@@ -270,18 +270,18 @@ class TCPStore(Store):
     def _holds(self, host: str, port: int) -> bool:
         """Whether this store hosts a server on this port or, if it has a name, owns the one with this address."""
         plain = self._plain
-        if port != plain.port or not (plain._hosted is not None or plain._owns):
-            return False
-        return plain._server is None or name_of(plain.host, port) == name_of(host, port)
+        if plain._owns:
+            return bool(plain._connection().name.name == name_of(host, port))
+        return plain._hosted is not None and port == plain.port
 
     @property
     def host(self) -> str:
-        """The server's host as it was passed."""
+        """The server's host as it was passed or, for a store with a name, as in the server's URL."""
         return str(self._plain.host)
 
     @property
     def port(self) -> int:
-        """The server's port."""
+        """The server's port or, for a store with a name, the one that the server has for that."""
         return int(self._plain.port)
 
     @property

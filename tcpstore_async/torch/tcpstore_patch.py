@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from .. import errors
-from ..client.store_name import find_server
+from ..client.store_name import StoreTakenError, find_server
 from ..coercion import to_seconds
 from . import native_server
 from .cpp_client import host_native, is_for_ourselves
@@ -97,7 +97,7 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     try:
         hosted = host_native(store, functools.partial(stock, store), **options)
     except errors.DistError as error:
-        if not (options.get("multi_tenant") and "EADDRINUSE" in str(error)):
+        if isinstance(error, StoreTakenError) or not (options.get("multi_tenant") and "EADDRINUSE" in str(error)):
             raise joint(error) from error.__cause__
         why: Exception = error  # a server of PyTorch's in this process may be shared, too
     except dist.DistError:

@@ -15,6 +15,7 @@ import pytest
 
 import networks
 from faults.fault_helpers import server_under
+from names import test_addresses_travel as travel
 from support import LIMIT
 from torch_forker import Program
 
@@ -120,3 +121,23 @@ def test_no_other_port_is_open(hosts: Hosts) -> None:
         assert not reaches(second, first, PORT)
         assert not reaches(first, second, PORT)
         assert not reaches(first, second, server)
+
+
+def test_an_address_is_of_use_on_its_host_only(hosts: Hosts) -> None:
+    """For PyTorch's client. The log says so, and the error of those of ours that dial it elsewhere."""
+    programs = travel.Hosts(hosts.both, hosts.url)
+    with ExitStack() as stack:
+        native = stack.enter_context(programs.publish("native", "owner", "store", 1, travel.PORT))
+        address = travel.published(native)
+        assert address.startswith("127.0.0.1:")
+        log = native.errors()
+        assert "has an address on loopback here, which is of no use to other hosts" in log
+        assert "Network is unreachable" in log
+        same = stack.enter_context(programs.dial("stock", address, 1))
+        assert same.output() == "right one\n", same.errors()
+        elsewhere = stack.enter_context(programs.dial("plain", address, 0, 1.0))
+        assert elsewhere.wait() != 0
+        assert "an address on loopback means another store on each host" in elsewhere.errors()
+        python = stack.enter_context(programs.publish("python-class", "owner", "store", 1, travel.PORT + 1))
+        named = stack.enter_context(programs.dial("plain", travel.published(python), 0))
+        assert named.output() == "right one\n", named.errors()

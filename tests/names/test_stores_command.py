@@ -40,12 +40,15 @@ def owner(server: Server) -> Iterator[TCPStore]:
 
 def test_none(server: Server) -> None:
     assert json.loads(run_command(server, "stores", "-o", "json").stdout) == []
-    assert run_command(server, "stores").stdout.split() == "NAME OWNER RANKS AGE SESSIONS KEYS BYTES STATE".split()
+    assert run_command(server, "stores").stdout.split() == "NAME OWNER RANKS AGE SESSIONS KEYS BYTES PORT STATE".split()
 
 
 def test_a_list(server: Server, owner: TCPStore) -> None:
     (found,) = json.loads(run_command(server, "stores", "-o", "json").stdout)
-    age, size = found.pop("age"), found.pop("bytes")
+    age, size, port = found.pop("age"), found.pop("bytes"), found.pop("port")
+    name = owner._connection().name
+    assert name is not None
+    assert port == name.port > 0
     assert 0 <= age < LIMIT
     assert 0 < size < 10_000
     assert found == {

@@ -35,7 +35,8 @@ from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import identity, read_identity
-from tcpstore_async.session.named_stores import NamedStores, StoreEnded
+from tcpstore_async.session.monitor import Monitor
+from tcpstore_async.session.named_stores import PORT_BYTES, NamedStore, NamedStores, StoreEnded
 from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
 from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -707,3 +708,162 @@ def test_an_observed_store_does_the_same(server: Server) -> None:
     server.leave(owner)
     assert not server.named.stores
     assert server.engine.budget.used() == used
+
+
+class Ports:
+    """The ports of a server, without sockets."""
+
+    def __init__(self, server: Server, *numbers: int | str) -> None:
+        self.server = server
+        self.numbers = list(numbers)
+        """What is returned for the next stores that need one."""
+        self.open: dict[int | str, NamedStore] = {}
+        server.named.open_port = self._open
+        server.named.close_port = self._close
+
+    def _open(self, store: NamedStore) -> int | str:
+        number = self.numbers.pop(0)
+        if isinstance(number, int):
+            self.open[number] = store
+        return number
+
+    def _close(self, store: NamedStore) -> None:
+        self.open = {number: one for number, one in self.open.items() if one is not store}
+
+    def connect(self, number: int) -> ServerSession:
+        """Return a session whose connection has come to a port; it has sent nothing."""
+        store = self.open[number]
+        self.server.port += 1
+        session = ServerSession(store.engine, None, "10.0.0.8", self.server.port, 0.0)
+        self.server.named.arrive(session, store)
+        return session
+
+
+def test_a_store_gets_a_port_when_it_is_needed(server: Server) -> None:
+    """Once, whoever asks; nobody else is told of it."""
+    ports = Ports(server, 41_000)
+    owner, rank, other = server.connect(), server.connect(), server.connect()
+    assert server.enter(owner, "n1:4711", owner="o") == {"status": "entered", "incarnation": "the server/1"}
+    assert not ports.open
+    assert server.enter(rank, "n1:4711", server="head")["port"] == 41_000
+    assert server.enter(other, "n1:4711", server="head.example.org")["port"] == 41_000
+    assert list(ports.open) == [41_000]
+    server.leave(owner)
+    assert not ports.open
+    assert not server.named.ports
+
+
+def test_who_comes_by_a_port_is_in_the_store(server: Server) -> None:
+    """And says VALIDATE first, as everywhere."""
+    ports = Ports(server, 41_000)
+    owner = server.owner("n1:4711", server="head")
+    server.say(owner, set_(b"/k", b"v"))
+    stock = ports.connect(41_000)
+    assert stock.expected() == "VALIDATE"
+    assert server.say(stock, HANDSHAKE + get(b"/k")) == blob(b"v")
+    known = read_identity(unpack(server.say(stock, get(SERVER_KEY))))
+    assert known is not None
+    assert (known.store, known.instance) == ("n1:4711", "the server/1")
+    with pytest.raises(ProtocolError, match="ENTER from a connection in the store 'n1:4711'"):
+        server.say(stock, enter("n1:4711"))
+    wrong = ports.connect(41_000)
+    with pytest.raises(ProtocolError, match="VALIDATE"):
+        wrong.receive(get(b"/k"))
+    counts = server.engine.counts()
+    assert counts["VALIDATE"] == 2
+    late, silent = ports.connect(41_000), ports.connect(41_000)
+    server.say(late, HANDSHAKE)
+    for session in (stock, wrong, owner):
+        server.leave(session)
+    assert list(server.closed) == [silent, late]
+    assert not server.named.ending
+
+
+def test_waits_of_who_comes_by_a_port_end(server: Server) -> None:
+    ports = Ports(server, 41_000)
+    owner = server.owner("n1:4711", server="head")
+    stock = ports.connect(41_000)
+    assert server.say(stock, HANDSHAKE + wait(b"/k")) == b""
+    server.say(owner, set_(b"/k", b"v"))
+    assert stock in server.engine.pending_flush
+    assert take(stock) == b"\0"
+
+
+def test_the_address_of_a_port_is_a_name_too(server: Server) -> None:
+    """Of the server as its clients spell that, and of the host in the store's own name: programs tell others both."""
+    Ports(server, 41_000, 42_000)
+    owner = server.owner("n1:4711", server="head")
+    server.owner("n1:4712", owner="p", server="head")
+    assert server.enter(server.connect(), "n1:4711", server="10.0.0.1")["status"] == "entered"
+    for address in ("head:41000", "10.0.0.1:41000", "n1:41000"):
+        rank = server.rank(address, wait=0)
+        assert rank.engine is owner.engine
+        taken = server.enter(server.connect(), address, owner="q")
+        assert (taken["status"], taken["reason"][:38]) == ("taken", "the store 'n1:4711' already has an own")
+    for address in ("n2:41000", "head:4711", "10.0.0.1:42000"):
+        assert server.enter(server.connect(), address, wait=0)["status"] == "ended"
+    server.leave(owner)
+    server.work()
+    assert server.enter(server.connect(), "head:41000", wait=0)["status"] == "ended"
+
+
+def test_the_name_of_a_store_is_no_address_of_another(server: Server) -> None:
+    """Who is told an address is led to its store, or to none."""
+    Ports(server, 41_000)
+    first = server.owner("head:41000")
+    waiting = server.connect()
+    server.say(waiting, enter("other:41000"))
+    for spelled in ("head", "other"):
+        answer = server.enter(server.connect(), "n1:4711", owner="p", shares="s", server=spelled)
+        assert answer["no_port"] == f"{spelled}:41000 is also the name of another store"
+    assert server.rank("head:41000").engine is first.engine
+    assert server.enter(server.connect(), "n1:4711", server="10.0.0.1")["port"] == 41_000
+
+
+def test_a_store_without_a_port_works(server: Server) -> None:
+    """Its owner is told why it has none; it is tried again for the next one who needs it."""
+    owner = server.connect()
+    assert server.enter(owner, "n1:4711", owner="o", server="head")["no_port"] == "this server offers none"
+    Ports(server, "no number is free", 41_000)
+    answer = server.enter(server.connect(), "n1:4711", server="head")
+    assert (answer["status"], answer["no_port"]) == ("entered", "no number is free")
+    assert server.enter(server.connect(), "n1:4711", server="head")["port"] == 41_000
+
+
+def test_ports_are_counted_and_leave_nothing(server: Server) -> None:
+    ports = Ports(server, *range(41_000, 41_100))
+    budget = server.engine.budget
+    used = budget.used()
+    for number in range(100):
+        owner = server.owner("n1:4711", server="head")
+        for spelled in range(20):
+            server.leave(server.rank("n1:4711", server=f"head{spelled}"))
+        held = budget.used()
+        store = server.named.stores["n1:4711"]
+        assert len(store.hosts) <= 6
+        stock = ports.connect(41_000 + number)
+        server.say(stock, HANDSHAKE + set_(b"/k", b"v"))
+        assert budget.used() > held
+        server.say(owner, END)
+        assert not ports.open
+        for session in (owner, stock):
+            server.leave(session)
+    assert budget.used() == used
+    bare, listening = Server(), Server()
+    Ports(listening, 41_000)
+    bare.owner("n1:4711")
+    listening.owner("n1:4711", server="head")
+    assert listening.engine.budget.used() == bare.engine.budget.used() + PORT_BYTES
+
+
+def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
+    """Like all others; and when they have gone, nobody is noted any more."""
+    ports = Ports(server, 41_000)
+    server.owner("n1:4711", server="head")
+    monitor = Monitor(lambda: 0.0, 1, False)
+    server.engine.watch(monitor)
+    server.say(ports.connect(41_000), HANDSHAKE + set_(b"/k", b"v"))
+    server.connect()
+    assert [sample[5] for sample in monitor.take()] == ["VALIDATE", "SET", "VALIDATE"]
+    server.engine.unwatch(monitor)
+    assert server.engine.first.executing() is server.engine.first.call

@@ -1,0 +1,109 @@
+"""The number of a store's address, shown as taken on its owner's host while the store with that name lives.
+
+Programs look for a free port by binding or by connecting, and nothing else listens where an address is only a name. It
+knows sockets and the background loop; it must not know what the number is for.
+
+Invariants: a number that cannot be held harms nobody. Whoever connects is reset at once. A forked child holds nothing,
+and what a killed process has held is free.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Final
+
+from ..client import background
+from ..errors import reason_of
+from ..server.fork_safety import close_on_fork
+
+log = logging.getLogger("tcpstore_async.stores")
+
+HOLD_PORT: Final = "TCPSTORE_HOLD_PORT"
+"""Environment variable: 0 holds nothing."""
+
+_BACKLOG: Final = 8
+"""Connections that wait to be reset: with 0, the second of those that come while this process does not run Python would
+hang."""
+
+_RESET: Final = struct.pack("ii", 1, 0)
+
+
+_STOP_SECONDS: Final = 1.0
+"""Seconds that `close` waits for the loop."""
+
+
+class HeldPort:
+    """A socket that listens on a port of this host's addresses of both families."""
+
+    def __init__(self, port: int) -> None:
+        """Raises OSError if the port cannot be had."""
+        self._listener = close_on_fork(_listen(port))
+        self._fd = self._listener.fileno()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = threading.Event()
+
+    def reset_peers(self) -> None:
+        """From now on, reset whoever connects."""
+        background.carry(self)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is None and self._listener.fileno() >= 0:
+            self._loop = loop
+            loop.add_reader(self._fd, self._reset)
+
+    def detach(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._fd)
+
+    def finish(self) -> None:
+        self.detach()
+        self._listener.close()
+        self._closed.set()
+
+    def close(self) -> None:
+        """Free the port. Idempotent."""
+        if background.is_running_here():
+            self.finish()
+        else:
+            background.call_soon(self.finish)
+            self._closed.wait(_STOP_SECONDS)
+        self._listener.close()
+        background.drop(self)
+
+    def _reset(self) -> None:
+        with suppress(OSError):
+            self._listener.accept()[0].close()
+
+
+def hold(port: int) -> HeldPort | None:
+    """Return what shows a number as taken, if that is free and wanted; the log says why not."""
+    if os.environ.get(HOLD_PORT) == "0":
+        return None
+    try:
+        return HeldPort(port)
+    except OSError as error:
+        log.debug("port %d of this host is not held for the store with this number: %s", port, reason_of(error))
+        return None
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on a port of every address, and whose connections are reset when they are closed."""
+    family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    listener = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # those that it accepts have it, too
+        listener.setblocking(False)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
