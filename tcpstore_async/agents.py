@@ -5,16 +5,20 @@ its connections is removed at once. This module connects waiters with the rounds
 many of them in portions. It does not know what makes a round complete.
 
 Invariants: a parked waiter is answered once. Nothing is kept for a waiter that is parked but its agent, and for an
-agent that has gone but its name, which `Rounds` counts.
+agent that has gone but its name, which `Rounds` counts, or `Ended` if it belongs to a job that ended successfully.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
-from .errors import ProtocolError, counted
+import msgspec
+
+from .errors import LimitError, ProtocolError, counted
 from .incremental import DeferredWork, UnparkFirst
-from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
+from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
 from .values import PREFIX, Framed, unpack
 from .waiter_types import AWAITING_ROUND, IDLE, Waiter
@@ -25,6 +29,21 @@ COMPLETE: Final = 2
 CLOSE: Final = 3
 LEAVE: Final = 4
 """Actions of ATTEND."""
+
+DESCRIBE: Final = 1
+"""Argument of LOOK: a description of the rounds follows their state."""
+SUCCEEDED: Final = 1
+"""Argument of CLOSE: the workers of this agent have succeeded."""
+
+REMEMBERED_SECONDS: Final = 600.0
+MOST_REMEMBERED: Final = 1024
+"""How long it is remembered that a job has ended successfully, and of how many jobs."""
+
+MOST_NAMED: Final = 16
+"""Agents that a description names, and that are remembered of a job that has ended."""
+
+ENDED_BYTES: Final = 1024
+"""Bytes counted for a job that has ended, besides its key and the names of its agents."""
 
 _MAX_NAME: Final = PREFIX + 512
 """Bytes of an agent's name, framed."""
@@ -42,6 +61,30 @@ def _framed_answer(answer: Answer) -> Framed:
     return _ANSWER.pack(_ANSWER.size - PREFIX, *answer)
 
 
+def _framed_status(status: Status, described: bytes = b"") -> Framed:
+    return _STATUS.pack(_STATUS.size - PREFIX + len(described), *status) + described
+
+
+def _texts(names: list[bytes]) -> list[str]:
+    return [name.decode(errors="replace") for name in names[:MOST_NAMED]]
+
+
+class Ended:
+    """A job that has ended successfully."""
+
+    def __init__(self, at: float, names: list[bytes]) -> None:
+        self.at = at
+        """In seconds of the server's clock."""
+        self.count: int = len(names)
+        """How many agents its last round had."""
+        self.names: list[bytes] = names[:MOST_NAMED]
+        """The first of them."""
+
+    def cost(self) -> int:
+        """Return the bytes counted for it, besides its key."""
+        return ENDED_BYTES + sum(map(len, self.names))
+
+
 class AgentRegistry(SharedRequests):
     """The agents of one store. The base class of `Keyspace`."""
 
@@ -53,6 +96,10 @@ class AgentRegistry(SharedRequests):
         """By waiter: the agent that it represents. (An attribute of all waiters would enlarge them.)"""
         self.no_rounds: str = ""
         """Why no more rounds are formed, if that is so."""
+        self.ended: OrderedDict[bytes, Ended] = OrderedDict()
+        """By key, oldest first: the jobs that have ended successfully, as far as that is remembered."""
+        self.clock: Callable[[], float] | None = None
+        """Returns the time, in seconds of the server's clock."""
 
     def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
         """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
@@ -104,13 +151,14 @@ class AgentRegistry(SharedRequests):
         agent, rounds = self._find(key, name)
         if rounds is None:
             if action != CLOSE:
-                return _STATUS.pack(_STATUS.size - PREFIX, *_NO_ROUNDS)
+                return _framed_status(_NO_ROUNDS)
             self._make_room(ROUNDS_BYTES + len(key))
             rounds = self._add_rounds(key)
         if agent is not None:
             self._represent(waiter, agent)
             rounds.see(agent)
         if action == CLOSE:
+            self._note_end(key, rounds, agent, number == SUCCEEDED)
             rounds.close()
         elif agent is not None:
             if action == BEAT:
@@ -123,7 +171,8 @@ class AgentRegistry(SharedRequests):
                 self._answer_first(agent)
                 rounds.leave(agent)
         self.settle(rounds)
-        return _STATUS.pack(_STATUS.size - PREFIX, *rounds.status(agent))
+        described = self._describe(key, rounds) if action == LOOK and number == DESCRIBE else b""
+        return _framed_status(rounds.status(agent), described)
 
     def lose_agent(self, waiter: Waiter) -> None:
         """Let the waiter represent its agent no more: if no other does, the agent has gone."""
@@ -159,12 +208,59 @@ class AgentRegistry(SharedRequests):
         if not rounds.agents:
             del self.rounds[key]
             self.size -= len(key) + rounds.counted
+            self._forget_end(key)
 
     def answer(self, due: Due, agent: Agent, rank: int) -> None:
         """Answer an agent that is due, if it is parked and has not been removed."""
         waiter = self._parked(agent)
         if waiter is not None and (agent.group is due.group if due.closed < 0 else agent.group is not None):
             self._fire_answer(agent, waiter, due.answer(rank))
+
+    def _note_end(self, key: bytes, rounds: Rounds, agent: Agent | None, succeeded: bool) -> None:
+        """Remember that a job has ended successfully if the first of its agents to end says so, and none has failed.
+
+        The agents of a round wait for each other at its end: one that has left it by then has failed, or was lost.
+        """
+        if rounds.standing(agent) != PARTICIPANT:
+            return
+        if not succeeded:
+            self._forget_end(key)
+        elif not rounds.closed and rounds.is_intact():
+            self._forget_old_ends()
+            ended = Ended(self._now(), rounds.group.names)
+            size = len(key) + ended.cost()
+            try:
+                self._grow(size)
+            except LimitError:
+                return  # closing must not fail for want of memory
+            self.ended[key] = ended
+            self.size += size
+
+    def _forget_end(self, key: bytes) -> None:
+        ended = self.ended.pop(key, None)
+        if ended is not None:
+            self.size -= len(key) + ended.cost()
+
+    def _forget_old_ends(self) -> None:
+        """Forget the jobs that ended too long ago, and make room for one more."""
+        oldest = self._now() - REMEMBERED_SECONDS
+        while self.ended:
+            key, ended = next(iter(self.ended.items()))
+            if ended.at > oldest and len(self.ended) < MOST_REMEMBERED:
+                return
+            self._forget_end(key)
+
+    def _now(self) -> float:
+        return 0.0 if self.clock is None else self.clock()
+
+    def _describe(self, key: bytes, rounds: Rounds) -> bytes:
+        """Return who is in the current round, and how the job has ended if it did so successfully, as JSON."""
+        described: dict[str, Any] = {"agents": _texts(rounds.group.names)}
+        ended = self.ended.get(key)
+        since = 0.0 if ended is None else self._now() - ended.at
+        if ended is not None and since < REMEMBERED_SECONDS:
+            described["ended"] = {"since": round(since, 3), "count": ended.count, "agents": _texts(ended.names)}
+        return msgspec.json.encode(described)
 
     def _find(self, key: bytes, name: Framed) -> tuple[Agent | None, Rounds | None]:
         rounds = self.rounds.get(key)

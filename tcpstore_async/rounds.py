@@ -250,6 +250,10 @@ class Rounds:
         """Whether no agent could join the round that is formed, so that those waiting are redundant."""
         return self.formed and self.present >= self.most
 
+    def is_intact(self) -> bool:
+        """Whether a round is formed, and none of its agents has left it or gone."""
+        return self.formed and self.present == len(self.group.agents)
+
     def standing(self, agent: Agent | None) -> int:
         if agent is None or agent.group is None:
             return STRANGER

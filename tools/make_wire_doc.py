@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tcpstore_async.agents import MOST_NAMED, MOST_REMEMBERED
 from tcpstore_async.limits import KIB, MIB, Limits
 from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, SERVER_KEY, Command, Flag
 
@@ -178,7 +179,20 @@ sent MEET with its number. If the round is full, they are redundant instead of w
 The state of the rounds is six i64: the number of the round; 0 while agents gather, 1 once it is formed, 2 once the
 rounds are closed; the number of agents in it; the number of waiting agents, not counting redundant ones; whether the
 requesting agent is nowhere (0), in the round (1), waiting (2) or redundant (3); and the number of the last call that
-this agent is to time, else 0.
+this agent is to time, else 0. If ATTEND asks for it, a JSON object follows; older servers send none:
+
+| member | |
+|---|---|
+| `agents` | the names of the first {MOST_NAMED} agents of the round |
+| `ended` | if the job has ended successfully: `since`, how many seconds ago; `count`, how many agents its last round \
+had; and `agents`, the names of the first {MOST_NAMED} of them |
+
+A job has ended successfully when the first of its agents to close the rounds has a rank, says that its workers have
+succeeded, and no agent of its round has left; unless another agent of that round closes them and does not say so. The
+server remembers {MOST_REMEMBERED:,} such jobs, each for ten minutes.
+
+By convention, an agent's name consists of its host, its process id, a number, a random text and, if its scheduler or
+user has named it, the run of the job that it belongs to, separated by spaces. The server does not interpret names.
 
 An agent sends a beat some time after the reply to the previous one. Each of its requests is a sign of life. A tick
 passes when any agent sends its second beat since the last tick. An agent is removed when as many ticks have passed

@@ -91,6 +91,7 @@ class Server:
         self.links.on_failure = self.give_up
         self.links.clock = time.monotonic
         self.engine.keyspace.on_work = self._schedule_work
+        self.engine.keyspace.clock = time.monotonic
         self.named: NamedStores = NamedStores(self.engine, instance)
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work

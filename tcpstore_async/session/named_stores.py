@@ -164,6 +164,7 @@ class NamedStore:
         self.engine = Engine(root.limits, root.keyspace.portion, root=root)
         self.engine.store = self
         self.engine.keyspace.on_work = lambda: registry.work_later(self)
+        self.engine.keyspace.clock = registry.clock
         self.engine.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
 
     def __str__(self) -> str:

@@ -14,14 +14,16 @@ from collections.abc import Callable, Generator
 from struct import Struct
 from typing import Final, NamedTuple
 
-from ..agents import BEAT, CLOSE, COMPLETE, LEAVE, LOOK
+import msgspec
+
+from ..agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
 from ..client import capabilities, requests
 from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..deadline import Deadline
-from ..errors import DistError, StoreTimeoutError, counted
+from ..errors import DistError, ProtocolError, StoreTimeoutError, counted
 from ..keys import stored_key
-from ..rounds import CLOSED, PARTICIPANT, REDUNDANT
+from ..rounds import CLOSED, FORMED, PARTICIPANT, REDUNDANT
 from ..values import PREFIX, Framed
 from .tcp import TCPStore
 
@@ -38,6 +40,13 @@ _CLOSED: Final = 2
 
 _SHORTEST: Final = 0.001
 """Seconds that an agent waits at least for its rank."""
+
+_FIRST_REPORT: Final = 30.0
+_NEXT_REPORT: Final = 60.0
+"""Seconds until an agent reports that it still waits for a round, and from then on between two reports."""
+
+_MOST_LISTED: Final = 8
+"""Agents that a text lists."""
 
 
 class Options(NamedTuple):
@@ -94,6 +103,26 @@ class State(NamedTuple):
         return self.state == _CLOSED
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """How a job ended that did so successfully."""
+
+    since: float
+    """How many seconds ago."""
+    count: int
+    """How many agents its last round had."""
+    agents: list[str]
+    """The names of the first of them."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What follows the state of the rounds if an agent asks for it. An older server says nothing."""
+
+    agents: list[str] = []
+    """The names of the first agents of the current round."""
+    ended: Ended | None = None
+    """How the job has ended, if it did so successfully and the server still knows."""
+
+
 class RoundsClosed(DistError):
     """The agents of this job form no more rounds."""
 
@@ -103,10 +132,32 @@ class RoundsClosed(DistError):
         """Whether this agent was one too many for the last round."""
 
 
-def agent_name(host: str, number: int) -> bytes:
-    """Return a name for the agent `number` of this process. Agents have their ranks in the order of names."""
+def agent_name(host: str, number: int, run: str = "") -> bytes:
+    """Return a name for the agent `number` of this process, which also says to which run of its job it belongs.
+
+    Agents have their ranks in the order of names.
+    """
     prefix = host.encode()[:_MAX_HOST]
-    return b"%s %010d %06d %s" % (prefix, os.getpid(), number, os.urandom(8).hex().encode())
+    name = b"%s %010d %06d %s" % (prefix, os.getpid(), number, os.urandom(8).hex().encode())
+    return name + b" " + run.encode() if run else name
+
+
+def named_host(name: str) -> str:
+    """Return the host in an agent's name."""
+    host = name.partition(" ")[0]
+    return host if host.isprintable() else ascii(host)
+
+
+def named_run(name: str) -> str:
+    """Return the run in an agent's name; empty if it says none."""
+    return name.split(" ")[4] if name.count(" ") == 4 else ""
+
+
+def _named_process(name: str, own: bool) -> str:
+    pid = name.split(" ")[1].lstrip("0") if " " in name else ""
+    said = [f"pid {pid}"] if pid.isdecimal() else []
+    said += ["this agent"] if own else []
+    return named_host(name) + (f" ({', '.join(said)})" if said else "")
 
 
 class Pulse:
@@ -115,6 +166,10 @@ class Pulse:
     def __init__(self, due: float) -> None:
         self.due = due
         """On the monotonic clock."""
+
+
+def _to_nobody(text: str) -> None:
+    """Report to nobody."""
 
 
 class Agent:
@@ -133,12 +188,13 @@ class Agent:
         self.pulse = Pulse(time.monotonic() + options.period())
         require_rounds(self._client)
 
-    def join(self) -> Round:
+    def join(self, report: Callable[[str], object] = _to_nobody) -> Round:
         """Leave the current round and return the next one once it is formed. Raises RoundsClosed.
 
-        Raises StoreTimeoutError after `Options.join`, which begins anew when the agent is redundant no more.
+        Raises StoreTimeoutError after `Options.join`, which begins anew when the agent is redundant no more. Until
+        then, `report` is called now and then with what is missing.
         """
-        steps = joining(self._key, self.name, self.options, self._left, self.pulse, time.monotonic)
+        steps = joining(self._key, self.name, self.options, self._left, self.pulse, time.monotonic, report)
         reply: Framed | None = None
         try:
             while True:
@@ -160,9 +216,9 @@ class Agent:
         """Return the state of the rounds."""
         return self._attend(LOOK)
 
-    def close(self) -> None:
-        """Close the rounds for all agents."""
-        self._attend(CLOSE, 0, self.options.close)
+    def close(self, succeeded: bool = False) -> None:
+        """Close the rounds for all agents; tell whether this agent's workers have succeeded."""
+        self._attend(CLOSE, SUCCEEDED if succeeded else 0, self.options.close)
 
     def _meet(self, request: Request, seconds: float) -> Framed | None:
         try:
@@ -176,19 +232,32 @@ class Agent:
 
 
 def joining(
-    key: bytes, name: bytes, options: Options, left: int, pulse: Pulse, clock: Callable[[], float]
+    key: bytes,
+    name: bytes,
+    options: Options,
+    left: int,
+    pulse: Pulse,
+    clock: Callable[[], float],
+    report: Callable[[str], object] = _to_nobody,
 ) -> Generator[tuple[Request, float], Framed | None, Round]:
     """Yield the requests by which an agent joins a round, having left the round `left`; return the round.
 
     With each request comes the time to wait for the reply, in seconds: MEET may take longer, and gets None. Other
-    requests are answered at once. Raises RoundsClosed, and StoreTimeoutError after the join timeout.
+    requests are answered at once. While no round is formed, `report` is called now and then with what is missing.
+    Raises RoundsClosed, and StoreTimeoutError after the join timeout.
     """
-    now = clock()
+    began = now = clock()
+    report_at = began + _FIRST_REPORT
     deadline = now + options.join
     call, call_end = 0, 0.0
     meet = requests.meet(key, name, options.least, options.most, left)
+    needed = (
+        counted(options.least, "agent")
+        if options.least == options.most
+        else f"{options.least} to {options.most} agents"
+    )
     while True:
-        until = min(deadline, pulse.due, call_end if call else deadline)
+        until = min(deadline, report_at, pulse.due, call_end if call else deadline)
         answer = yield meet, max(_SHORTEST, until - now)
         now = clock()
         if answer is not None:
@@ -212,15 +281,35 @@ def joining(
             if state.standing == REDUNDANT:
                 deadline = now + options.join
         elif now >= deadline:
+            missing = _standing((yield requests.attend(key, name, LOOK, DESCRIBE), 0.0), name)
             reply = yield requests.attend(key, name, LEAVE), 0.0
             assert reply is not None
             state = State(*_STATUS.unpack_from(reply, PREFIX))
             if state.standing != REDUNDANT and (state.standing != PARTICIPANT or state.round == left):
-                raise StoreTimeoutError(
-                    f"no round of {counted(options.least, 'agent')} was formed within {options.join:g} s"
-                )
+                raise StoreTimeoutError(f"no round of {needed} was formed within {options.join:g} s: {missing}")
             now = clock()
             deadline = now + options.join  # redundant, or the round was formed just now and MEET is answered at once
+        elif now >= report_at:
+            missing = _standing((yield requests.attend(key, name, LOOK, DESCRIBE), 0.0), name)
+            now = clock()
+            report_at = now + _NEXT_REPORT
+            if missing:
+                report(f"no round of {needed} has been formed for {now - began:.0f} s: {missing}")
+
+
+def _standing(reply: Framed | None, name: bytes) -> str:
+    """Return who has come to a round that is not formed, from the reply to LOOK; empty for a redundant agent."""
+    assert reply is not None
+    state, described = _described(reply)
+    if state.standing == REDUNDANT:
+        return ""
+    count = state.participants
+    agents = [_named_process(one, one == name.decode(errors="replace")) for one in described.agents[:_MOST_LISTED]]
+    more = [f"{count - len(agents):,} more"] if agents and count > len(agents) else []
+    listed = f": {', '.join(agents + more)}" if agents else ""
+    if state.state == FORMED:
+        return f"this agent waits for the next round; the current one has {counted(count, 'agent')}{listed}"
+    return f"{counted(count, 'agent')} {'has' if count == 1 else 'have'} joined{listed}"
 
 
 def is_closed(store: TCPStore, key: str) -> bool:
@@ -228,6 +317,11 @@ def is_closed(store: TCPStore, key: str) -> bool:
     client = store._connection()
     require_rounds(client)
     return _attend(client, requests.attend(stored_key(key), b"", LOOK), None).closed
+
+
+def how_ended(store: TCPStore, key: str) -> Ended | None:
+    """Return how the job under a key has ended, if it did so successfully and the server knows."""
+    return _described(store._connection().call(requests.attend(stored_key(key), b"", LOOK, DESCRIBE)))[1].ended
 
 
 def require_rounds(client: TCPClient) -> None:
@@ -242,3 +336,12 @@ def require_rounds(client: TCPClient) -> None:
 def _attend(client: TCPClient, request: Request, seconds: float | None) -> State:
     state = client.call(request, None if seconds is None else Deadline.of_a_call(seconds))
     return State(*_STATUS.unpack_from(state, PREFIX))
+
+
+def _described(reply: Framed) -> tuple[State, Description]:
+    """Return the state of the rounds and what follows it. Raises ProtocolError."""
+    state = State(*_STATUS.unpack_from(reply, PREFIX))
+    try:
+        return state, msgspec.json.decode(reply[PREFIX + _STATUS.size :] or b"{}", type=Description)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError("invalid reply to ATTEND") from None

@@ -5,9 +5,9 @@ PyTorch's dynamic rendezvous, but the server keeps the state of all agents (`rou
 agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
 
 Three invariants. An agent never joins the rendezvous of a job that has closed: the next job with the same id gets an
-epoch, and so keys, of its own. Workers of one round never see the keys of another: each round has a server of its own,
-and a name in the workers' environment for those that join a server that runs already. Nothing that the server sends is
-unpickled.
+epoch, and so keys, of its own, and an agent that is late is refused (`stores/late_agent.py`). Workers of one round
+never see the keys of another: each round has a server of its own, and a name in the workers' environment for those that
+join a server that runs already. Nothing that the server sends is unpickled.
 """
 
 import atexit
@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -54,7 +55,8 @@ from ..deadline import Deadline
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
-from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
+from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, how_ended, is_closed
+from ..stores.late_agent import describe_end, own_origin, why_late
 from ..stores.tcp import TOKEN_KEYS
 from ..stores.tcp import TCPStore as PlainTCPStore
 from .stores import PrefixStore, Store, TCPStore
@@ -92,6 +94,9 @@ log = logging.getLogger("tcpstore_async.torchrun")
 
 _numbers: Final = itertools.count()
 
+_ended_here: Final[set[str]] = set()
+"""The ids of jobs whose workers have succeeded under an agent of this process: its next one begins the job anew."""
+
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous handler of one agent. The endpoint's host hosts the server unless one runs there already.
@@ -100,8 +105,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
     TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
     servers that agents host offer TLS, and agents, relays and the ports of workers use it. With named_store=0, each
-    round's workers get a server of their own. Raises ValueError if one of the times is not positive,
-    RendezvousConnectionError if the server cannot be reached or is not ours.
+    round's workers get a server of their own. With reuse_id=1, the agent begins a job anew whose last run has ended
+    successfully; with reuse_id=0, it never does. Raises ValueError if one of the times is not positive,
+    RendezvousClosedError if the agent is late, and RendezvousConnectionError if the server cannot be reached or is not
+    ours.
     """
     if not params.run_id:
         raise ValueError("The run id must be a non-empty string.")
@@ -118,13 +125,17 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     )
     relay = bool(params.get_as_bool("relay", os.environ.get(RELAY) == "1"))
     named = bool(params.get_as_bool("named_store", True))
+    reuse = params.get_as_bool("reuse_id")
     store = _open_store(params, read_timeout, params.get_as_bool("tls"))
     try:
         address = params.local_addr or socket.getfqdn()
         if store._plain._hosted is not None or store._plain._owns:
             store.set(_HOST_KEY, _own_name(address))  # first, as others may be connected already and look for it
-        key = _enter(store, params.run_id)
+        key = _enter(store, params.run_id, reuse)
         return _Handler(params.run_id, store, key, options, address, relay, named)
+    except RendezvousClosedError:
+        store.close()
+        raise
     except (errors.DistError, NotImplementedError) as error:
         store.close()
         raise RendezvousConnectionError(str(error)) from error
@@ -180,7 +191,7 @@ class _Handler(RendezvousHandler):
         self._key = key
         self._address = address
         self._number = next(_numbers)
-        self._agent = Agent(store._plain, key, agent_name(address, self._number), options)
+        self._agent = Agent(store._plain, key, agent_name(address, self._number, own_origin().run), options)
         self._beats: _Beats | None = None
         self._server: TCPStore | None = None
         self._seen: State | None = None
@@ -221,7 +232,10 @@ class _Handler(RendezvousHandler):
         return self._look().closed
 
     def set_closed(self) -> None:
-        self._translated(self._agent.close)
+        self._close_rounds(succeeded=False)
+
+    def _close_rounds(self, succeeded: bool) -> None:
+        self._translated(functools.partial(self._agent.close, succeeded))
         self._seen = None
         self._record("has closed the rendezvous", NodeState.SUCCEEDED)
 
@@ -237,26 +251,50 @@ class _Handler(RendezvousHandler):
         self._stop_beats()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous and the stores; the server's grace lets the other agents do the same."""
+        """Close the rendezvous and the stores; the server's grace lets the other agents do the same.
+
+        torchrun does so whether its workers have succeeded or not; in the latter case, an exception is under way.
+        """
+        succeeded = sys.exc_info()[0] is None
         self.end()
         try:
-            self.set_closed()
+            self._close_rounds(succeeded)
             return True
         except RendezvousError as error:  # the store's host may have gone first, and the epoch with it
             self._record(f"failed to close the rendezvous: {error}", NodeState.FAILED)
             log.warning("could not close the rendezvous of %s: %s", self._run_id, error)
             return False
         finally:
+            if succeeded:
+                _ended_here.add(self._run_id)
             os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
             self._store.close()
 
     def _join(self) -> Round:
         try:
-            found: Round = self._translated(self._agent.join)
+            found: Round = self._translated(lambda: self._agent.join(self._report))
             return found
+        except RendezvousTimeoutError as error:
+            raise RendezvousTimeoutError(f"{error}; {self._where()}") from error.__cause__
         finally:
             self._seen = None
+
+    def _report(self, missing: str) -> None:
+        self._find_host()
+        log.warning("%s; %s", missing, self._where())
+
+    def _where(self) -> str:
+        """Return where the agents' server is and who hosts it."""
+        server = f"the rendezvous server is at {format_address(*self._agents_server[:2])}"
+        if not self._host_name:
+            return server
+        if self._host_name != _own_name(self._address):
+            return f"{server}, hosted by the agent {self._host_name}"
+        return (
+            f"{server}, hosted by this agent; agents with another --rdzv-endpoint do not come there: give all the same "
+            "one, not each its own host"
+        )
 
     def _find_host(self) -> None:
         """Note which agent hosts the server, if one does: it may only say so after others have formed a round."""
@@ -393,7 +431,7 @@ class _Handler(RendezvousHandler):
                 raise RendezvousGracefulExitError(
                     f"The rendezvous '{self._run_id}' is closed, terminating pending rendezvous."
                 ) from None
-            raise RendezvousClosedError from None
+            raise RendezvousClosedError(f"another agent has closed the rendezvous {self._run_id!r}") from None
         except errors.StoreTimeoutError as error:
             raise RendezvousTimeoutError(str(error)) from error
         except errors.DistNetworkError as error:
@@ -521,17 +559,49 @@ def _positive(params: RendezvousParameters, name: str, default: int) -> int:
     return number
 
 
-def _enter(store: Store, run_id: str) -> str:
+def _enter(store: Store, run_id: str, reuse: bool | None) -> str:
     """Return the key of a job's current epoch, or of a new epoch if the current one is closed.
 
     Agents of an epoch that have died without closing it need no new one: the server removes them, and the next agents
-    meet in its next round.
+    meet in its next round. Raises RendezvousClosedError for an agent that is late.
     """
     key = f"tcpstore.epoch.{run_id}"
     while True:
         epoch = int(store.compare_set(key, "", "0"))
         name = f"tcpstore.{run_id}.{epoch}"
-        if not is_closed(store._plain, name):
+        closed = is_closed(store._plain, name)
+        if closed or epoch:
+            _check_late(store, run_id, epoch if closed else epoch - 1, closed, reuse)
+        if not closed:
             return name
         log.info("rendezvous %d of %s is closed: joining the next", epoch, run_id)
         store.compare_set(key, str(epoch), str(epoch + 1))  # another agent may have done so already
+
+
+def _check_late(store: Store, run_id: str, epoch: int, begins: bool, reuse: bool | None) -> None:
+    """Raise RendezvousClosedError if the job has ended successfully in this epoch, and this agent is late.
+
+    `begins` is whether it is about to begin the next epoch. Log a warning then, unless it says which run it belongs to.
+    """
+    if reuse or run_id in _ended_here:
+        return
+    origin = own_origin()  # first: the longer the reply takes, the longer ago is the end
+    ended = how_ended(store._plain, f"tcpstore.{run_id}.{epoch}")
+    if ended is None:
+        return
+    end = describe_end(run_id, ended)
+    late = why_late(origin, ended)
+    if begins and reuse is False and not late:
+        late = "with reuse_id=0 this agent does not begin it anew"
+    if late:
+        raise RendezvousClosedError(
+            f"{end}, and {late}: there is nothing left to do. To run it again, use another --rdzv-id, or --rdzv-conf "
+            "reuse_id=1"
+        )
+    if begins and not origin.run:
+        log.warning(
+            "%s; this agent's process began afterwards, so it begins the job anew. If it is only late, it repeats the "
+            "work: to have late agents refused, set TCPSTORE_ATTEMPT to the same value for all agents of a run, or use "
+            "--rdzv-conf reuse_id=0",
+            end,
+        )

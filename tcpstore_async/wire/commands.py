@@ -230,10 +230,12 @@ COMMANDS: Final = (
     Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | INTERNAL,
             "Executes an action for the agent whose name is the value (for no agent if the value is empty), and "
             "replies with the state of the rounds under the key. The numbers are the action and its argument. 0: "
-            "nothing. 1: a beat; agents without a sign of life for as many ticks as the argument says are removed. 2: "
-            "ends the last call with this number. 3: closes the rounds. 4: removes the agent, unless it has a rank or "
-            "is redundant. An agent is also removed when it has lost all its connections. DELETE_KEY forgets rounds "
-            "without agents. Closes the connection for any other numbers.", since=3),
+            "nothing; if the argument is 1, the state is followed by a JSON object, described below. 1: a beat; agents "
+            "without a sign of life for as many ticks as the argument says are removed. 2: ends the last call with "
+            "this number. 3: closes the rounds; the argument is 1 if this agent's workers have succeeded. 4: removes "
+            "the agent, unless it has a rank or is redundant. An agent is also removed when it has lost all its "
+            "connections. DELETE_KEY forgets rounds without agents. Closes the connection for any other numbers.",
+            since=3),
     Command(0x4C, "LINK",         NAMED_VALUES,    VALUE,           "link",      SESSION | INTERNAL,
             "Makes the connection a link, or resumes a link whose connection broke. [links.md](links.md) specifies "
             "the items, the reply, which is JSON, and everything that follows if the reply says `new` or `resumed`. "

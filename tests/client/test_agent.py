@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
 from client.test_sync import until
 from support import LIMIT, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
-from tcpstore_async.agents import LEAVE
-from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, is_closed, joining
+from tcpstore_async.agents import DESCRIBE, LEAVE, LOOK
+from tcpstore_async.stores import agent as stores_agent
+from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, how_ended, is_closed, joining
 
 QUICK = Options(2, 3, join=LIMIT, last_call=0.05, keep_alive_interval=0.2, keep_alive_max_attempt=2)
 
@@ -118,6 +121,8 @@ def test_an_agent_that_gives_up_leaves_no_round_that_was_formed(hosts: Hosts) ->
     first = hosts.pool.submit(b._meet, request, 0.1)
     assert first.result(LIMIT) is None
     request, _ = steps.send(None)
+    assert request[1][2:] == (LOOK, DESCRIBE)
+    request, _ = steps.send(b._client.call(request))
     assert request[1][2] == LEAVE
     assert hosts.join(a)[0].result(LIMIT) == Round(0, 0, 2)
     request, _ = steps.send(b._client.call(request))
@@ -155,9 +160,84 @@ def test_closing_ends_all_waits(hosts: Hosts) -> None:
 
 def test_a_join_timeout(hosts: Hosts) -> None:
     agent = hosts.agent("a", QUICK._replace(join=0.3))
-    with pytest.raises(StoreTimeoutError, match=r"no round of 2 agents was formed within 0\.3 s"):
+    with pytest.raises(
+        StoreTimeoutError,
+        match=r"^no round of 2 to 3 agents was formed within 0\.3 s: 1 agent has joined: a \(this agent\)$",
+    ):
         agent.join()
     assert agent.look().participants == 0
+
+
+def test_agents_report_who_has_joined_until_a_round_is_formed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_agent, "_FIRST_REPORT", 0.05)
+    monkeypatch.setattr(stores_agent, "_NEXT_REPORT", 0.05)
+    names = [agent_name("node2", 0).decode(), *[f"node1 {number:010d} 0 x" for number in range(1, 10)]]
+    agents = [hosts.agent(name, QUICK._replace(least=11, most=11, keep_alive_interval=60)) for name in names]
+    reports: list[str] = []
+    futures = [hosts.pool.submit(agents[0].join, reports.append)]
+    alone = f"no round of 11 agents has been formed for 0 s: 1 agent has joined: node2 (pid {os.getpid()}, this agent)"
+    until(lambda: alone in reports)
+    futures += hosts.join(*agents[1:])
+    listed = ", ".join(f"node1 (pid {number})" for number in range(1, 9))
+    until(lambda: any(text.endswith(f"s: 10 agents have joined: {listed}, 2 more") for text in reports))
+    futures += hosts.join(hosts.agent("c", agents[0].options))
+    assert {future.result(LIMIT).world for future in futures} == {11}
+    count = len(reports)
+    agents[0].beat()
+    assert len(reports) == count
+
+
+def test_an_agent_that_waits_for_the_next_round_reports_the_current_one(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not if it is redundant: it may be so for days."""
+    monkeypatch.setattr(stores_agent, "_FIRST_REPORT", 0.0)
+    monkeypatch.setattr(stores_agent, "_NEXT_REPORT", 0.05)
+    pair = QUICK._replace(keep_alive_interval=60)
+    a, b, c, d = (hosts.agent(name, pair) for name in "abcd")
+    for future in hosts.join(a, b):
+        future.result(LIMIT)
+    reports: list[str] = []
+    waiting = hosts.pool.submit(c.join, reports.append)
+    told = "this agent waits for the next round; the current one has 2 agents: a, b"
+    until(lambda: any(text.endswith(told) for text in reports))
+    futures = [*hosts.join(a, b), waiting]
+    assert {future.result(LIMIT).world for future in futures} == {3}
+    redundant: list[str] = []
+    late = hosts.pool.submit(d.join, redundant.append)
+    until(lambda: d.look().standing == 3)
+    with pytest.raises(FutureTimeout):
+        late.result(0.5)
+    a.close()
+    with pytest.raises(RoundsClosed):
+        late.result(LIMIT)
+    assert not redundant
+
+
+def test_an_older_server_only_counts_the_agents(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = hosts.agent("a", QUICK._replace(join=0.3))
+    monkeypatch.setattr(stores_agent, "DESCRIBE", 0)
+    with pytest.raises(StoreTimeoutError, match=r"s: 1 agent has joined$"):
+        agent.join()
+    assert how_ended(hosts.stores[0], "job") is None
+
+
+@pytest.mark.parametrize("backend", ["uv", "threaded"])
+def test_how_a_job_has_ended(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server:
+        hosts = Hosts(server.port)
+        a, b = (hosts.agent(name, QUICK._replace(most=2)) for name in "ab")
+        for future in hosts.join(a, b):
+            future.result(LIMIT)
+        assert how_ended(hosts.stores[0], "job") is None
+        a.close(succeeded=True)
+        b.close(succeeded=True)
+        first = how_ended(hosts.stores[0], "job")
+        assert first is not None
+        assert (first.count, first.agents) == (2, ["a", "b"])
+        assert 0 <= first.since < LIMIT
+        until(lambda: (how_ended(hosts.stores[0], "job") or first).since > first.since)
+        hosts.close()
 
 
 def test_beats_beside_other_calls(hosts: Hosts) -> None:

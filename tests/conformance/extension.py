@@ -573,6 +573,20 @@ def rounds_are_closed(s: Script) -> None:
 
 
 @case()
+def rounds_are_described(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    z.asks(attend(b"r", b"", 0, 1), state(*[0] * 6))
+    b.asks(meet(b"r", b"b", 2, 2) + ping(b"pong"), b"pong")
+    z.asks(attend(b"r", b"", 0, 1), state(*(0, 0, 1, 0, 0, 0), described=b'{"agents":["b"]}'))
+    a.asks(meet(b"r", b"a", 2, 2), met(0, 0, 2))
+    b.hears(met(0, 1, 2))
+    z.asks(attend(b"r", b"", 0, 1), state(*(0, 1, 2, 0, 0, 0), described=b'{"agents":["a","b"]}'))
+    a.asks(attend(b"r", b"a", 0, 2) + attend(b"r", b"a", 3, 2), state(*(0, 1, 2, 0, 1, 0)) + state(*(0, 2, 2, 0, 1, 0)))
+    b.asks(attend(b"r", b"b", 3, 1), state(*(0, 2, 2, 0, 1, 0)))
+    z.asks(attend(b"r", b"", 0, 1), state(*(0, 2, 2, 0, 0, 0), described=b'{"agents":["a","b"]}'))
+
+
+@case()
 def silent_agents_are_removed(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.asks(meet(b"r", b"a", 2, 2), NO_REPLY)

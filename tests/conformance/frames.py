@@ -152,9 +152,9 @@ def met(round_number: int, rank: int, world: int) -> bytes:
     return blob(i64(round_number) + i64(rank) + i64(world))
 
 
-def state(*numbers: int) -> bytes:
-    """The reply to ATTEND: round, state, participants, waiting agents, standing, last call."""
-    return blob(b"".join(map(i64, numbers)))
+def state(*numbers: int, described: bytes = b"") -> bytes:
+    """The reply to ATTEND: round, state, participants, waiting agents, standing, last call; and a description."""
+    return blob(b"".join(map(i64, numbers)) + described)
 
 
 DEPART = b"\x49"

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+from tcpstore_async.agents import ENDED_BYTES, MOST_NAMED
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
@@ -101,6 +102,9 @@ OPCODES = {
 }
 """From the protocol's description, not from the table."""
 
+STEP_SECONDS = 20.0
+"""Between two steps: so what is remembered for ten minutes is forgotten within a schedule."""
+
 RESERVED = {SERVER_KEY: b'{"server":"this"}', JOINS_KEY: b"3"}
 """The reserved keys of engine and model."""
 
@@ -171,6 +175,9 @@ class Fleet:
         self.engine.identify(RESERVED[SERVER_KEY])
         self.engine.announce(int(RESERVED[JOINS_KEY]))
         self.model.reserved = RESERVED
+        self.now = 0.0
+        """The server's clock, in seconds."""
+        self.model.now = self.engine.keyspace.clock = lambda: self.now
         self.connections: list[Connection | None] = [None] * slots
         self.done = 0
         """Commands executed."""
@@ -180,6 +187,7 @@ class Fleet:
 
     def apply(self, step: Step) -> None:
         kind, slot, commands, keep = step
+        self.now += STEP_SECONDS
         connection = self.connections[slot]
         if kind == "leave":
             if connection is not None:
@@ -506,6 +514,11 @@ class Fleet:
             size = ROUNDS_BYTES + sum(AGENT_BYTES + len(agent.name) for agent in kept)
             _same("the size of rounds", (rounds.size, rounds.counted), (size, size))
             counted += len(key) + size
+        ended = {key: (one.at, one.count, one.names) for key, one in self.engine.keyspace.ended.items()}
+        expected = {key: (at, len(names), names[:MOST_NAMED]) for key, (at, names) in self.model.ended.items()}
+        _same("the jobs that have ended", list(ended.items()), list(expected.items()))
+        for key, (_, _, names) in ended.items():
+            counted += len(key) + ENDED_BYTES + sum(map(len, names))
         return counted
 
     def _check_counters(self) -> None:

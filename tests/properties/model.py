@@ -7,6 +7,7 @@ A `Peer` collects the bytes that it would be sent.
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Callable
@@ -119,6 +120,10 @@ class Model:
         """By counter and token: how many peers represent that rank; None once one of them has sent LEAVE."""
         self.meetings: dict[bytes, Meeting] = {}
         """By key: where the agents of an elastic job meet."""
+        self.ended: dict[bytes, tuple[float, list[bytes]]] = {}
+        """By key, oldest first: when a job ended successfully, and the agents of its last round."""
+        self.now: Callable[[], float] = lambda: 0.0
+        """The server's clock."""
         self.peers: list[Peer] = []
         self.woken: list[Peer] = []
         self.passed: dict[Peer, dict[bytes, None]] = {}
@@ -203,6 +208,7 @@ class Model:
     def delete_key(self, peer: Peer, key: bytes) -> bytes:
         if key in self.meetings and not self.meetings[key].members:
             del self.meetings[key]
+            self.ended.pop(key, None)
         if key in self.store:
             self.joined.pop(key, None)
         return i64(0 if self.store.pop(key, None) is None else 1)
@@ -426,9 +432,33 @@ class Model:
             elif action == 4 and (meeting.ranks is None or meeting.status(member)[4] in (0, 2)):
                 meeting.remove(member)
         if action == 3:
+            self.note_end(key, meeting, member, number == 1)
             meeting.close()
         self.settle(meeting)
-        return framed(struct.pack("<6q", *meeting.status(member)))
+        described = self.describe(key, meeting) if (action, number) == (0, 1) else b""
+        return framed(struct.pack("<6q", *meeting.status(member)) + described)
+
+    def note_end(self, key: bytes, meeting: Meeting, member: Member | None, succeeded: bool) -> None:
+        """A job ends successfully if all of its last round are there, the first says so, and nobody else denies it."""
+        if member not in meeting.inside:
+            return
+        if not succeeded:
+            self.ended.pop(key, None)
+        elif not meeting.closed and meeting.ranks is not None and len(meeting.inside) == len(meeting.ranks):
+            recent = [(key, end) for key, end in self.ended.items() if self.now() - end[0] < 600]
+            self.ended = dict(recent[-1023:])
+            self.ended[key] = self.now(), [one.name for one in meeting.ranks]
+
+    def describe(self, key: bytes, meeting: Meeting) -> bytes:
+        def texts(names: list[bytes]) -> list[str]:
+            return [name.decode() for name in names[:16]]
+
+        agents = sorted(one.name for one in (meeting.inside if meeting.ranks is None else meeting.ranks))
+        described: dict[str, Any] = {"agents": texts(agents)}
+        if key in self.ended and self.now() - self.ended[key][0] < 600:
+            at, names = self.ended[key]
+            described["ended"] = {"since": round(self.now() - at, 3), "count": len(names), "agents": texts(names)}
+        return json.dumps(described, separators=(",", ":")).encode()
 
     def represent(self, peer: Peer, member: Member) -> None:
         if peer.agent is not member:

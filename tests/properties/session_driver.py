@@ -115,10 +115,11 @@ def everything(engine: Engine) -> object:
         },
         {key: (dict(joins.waiters), joins.lost) for key, joins in keyspace.joins.items()},
         {key: (rounds.status(None), list(rounds.agents)) for key, rounds in keyspace.rounds.items()},
+        {key: ended.names for key, ended in keyspace.ended.items()},
     )
 
 
-NOTHING: object = ({}, {}, {}, {}, {}, {}, {})
+NOTHING: object = ({}, {}, {}, {}, {}, {}, {}, {})
 """What `everything` returns for an engine that holds nothing."""
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ from tcpstore_async import TCPStore as PlainTCPStore
 from tcpstore_async.cli import main
 from tcpstore_async.client import named_ports, store_name
 from tcpstore_async.client.server_url import ServerUrl
+from tcpstore_async.stores import agent as stores_agent
 from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.torch import PrefixStore, TCPStore, rendezvous_handler
 from tls.certificates import HOSTS, certificates
@@ -354,6 +356,65 @@ def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
     assert groups(job.seen()) == [(1, [0])] * 2
 
 
+def refused(job: Job, agent: Program, why: str) -> None:
+    """Wait until an agent has been refused as a late one, for this reason."""
+    job.until(lambda: agent.poll() is not None)
+    assert agent.returncode == 1, job.said()
+    said = agent.errors()
+    assert re.search(r"RendezvousClosedError: the job 'job' ended successfully at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", said)
+    assert (
+        f" s ago) on {socket.getfqdn()}, and {why}: there is nothing left to do. To run it again, use another" in said
+    )
+
+
+@once
+def test_a_late_agent_of_the_run_that_ended_is_refused(job: Job) -> None:
+    """Another run begins anew, and so does the same one with reuse_id=1."""
+    with tcpstore_server() as server:
+        job.port = server.port
+        job.end(job.agent("end", nodes="1:2", TCPSTORE_ATTEMPT="1"))
+        late = job.agent("end", nodes="1:2", TCPSTORE_ATTEMPT="1")
+        refused(job, late, "this agent belongs to the same run (TCPSTORE_ATTEMPT=1)")
+        never = job.agent("end", nodes="1:2", TCPSTORE_ATTEMPT="2", conf=f"{CONF},reuse_id=0")
+        refused(job, never, "with reuse_id=0 this agent does not begin it anew")
+        assert len(job.seen()) == 1
+        for conf in (CONF, f"{CONF},reuse_id=1"):
+            again = job.agent("end", nodes="1:2", TCPSTORE_ATTEMPT="2", conf=conf)
+            job.end(again)
+            assert "ended successfully" not in again.errors()
+    assert groups(job.seen()) == [(1, [0])] * 3
+
+
+@once
+def test_of_agents_without_a_run_those_that_began_before_the_end_are_late(job: Job) -> None:
+    arrival = job.folder / "arrival"
+    with tcpstore_server() as server:
+        job.port = server.port
+        late = job.agent("end", nodes="1:2", ELASTIC_WAIT=str(arrival))
+        job.end(job.agent("end", nodes="1:2"))
+        arrival.touch()
+        refused(job, late, "this agent's process began before that")
+        assert len(job.seen()) == 1
+        younger = job.agent("end", nodes="1:2")
+        job.end(younger)
+        assert (
+            f"on {socket.getfqdn()}; this agent's process began afterwards, so it begins the job anew"
+            in younger.errors()
+        )
+    assert groups(job.seen()) == [(1, [0])] * 2
+
+
+@once
+def test_an_agent_of_the_run_that_failed_is_not_late(job: Job) -> None:
+    with tcpstore_server() as server:
+        job.port = server.port
+        failing = job.agent("crash", nodes="1", TCPSTORE_ATTEMPT="1")
+        job.until(lambda: failing.poll() is not None)
+        assert "ChildFailedError" in failing.errors()
+        job.end(job.agent("end", nodes="1", TCPSTORE_ATTEMPT="1"))
+    assert groups(job.seen()) == [(1, [0])]
+
+
 def joining(port: int) -> dict[str, str]:
     """The environment of agents whose workers all meet on a server that runs already."""
     return {"TCPSTORE_INSTALL": "1", "TCPSTORE_JOIN": "1", "ELASTIC_URL": f"tcp://127.0.0.1:{port}"}
@@ -528,6 +589,60 @@ def test_workers_for_whom_there_is_no_named_store_get_a_server(
     assert handler.shutdown()
 
 
+def run(params: RendezvousParameters) -> None:
+    """One agent's whole job."""
+    handler = rendezvous_handler.create_handler(params)
+    assert handler.next_rendezvous().world_size == 1
+    assert handler.shutdown()
+
+
+def test_a_process_may_run_a_job_twice(
+    server: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it says is its run: it knows that its own part of the job has ended."""
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    for _ in range(2):
+        run(parameters(server))
+    assert not caplog.messages
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())  # as in another process
+    with pytest.raises(RendezvousClosedError, match=r"the same run \(TCPSTORE_ATTEMPT=1\)"):
+        rendezvous_handler.create_handler(parameters(server))
+    run(parameters(server, reuse_id="1"))
+
+
+def test_a_late_agent_does_not_join_the_next_run(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    run(parameters(server))
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "2")
+    second = rendezvous_handler.create_handler(parameters(server))
+    second.next_rendezvous()
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    with pytest.raises(RendezvousClosedError, match="the same run"):
+        rendezvous_handler.create_handler(parameters(server))
+    assert second.num_nodes_waiting() == 0
+    assert second.shutdown()
+
+
+def test_a_rendezvous_that_is_closed_for_an_error_may_be_begun_again(
+    server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun shuts down its handler then, too."""
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    failed, closed = (rendezvous_handler.create_handler(parameters(server)) for _ in range(2))
+    failed.next_rendezvous()
+    try:
+        raise RuntimeError("the workers failed")
+    except RuntimeError:
+        assert failed.shutdown()
+    assert closed.shutdown()  # never had a rank
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    run(parameters(server))
+
+
 def test_a_closed_rendezvous_is_left_for_the_next_epoch(server: int) -> None:
     first, second = (rendezvous_handler.create_handler(parameters(server)) for _ in range(2))
     cast(Any, first).set_closed()
@@ -558,8 +673,32 @@ def test_a_redundant_agent_exits_gracefully(server: int) -> None:
 
 def test_a_join_that_times_out(server: int) -> None:
     handler = rendezvous_handler.create_handler(parameters(server, 2, 2, join_timeout="1"))
-    with pytest.raises(RendezvousTimeoutError):
+    joined = f"{socket.getfqdn()} (pid {os.getpid()}, this agent)"
+    expected = f"no round of 2 agents was formed within 1 s: 1 agent has joined: {joined}; "
+    with pytest.raises(RendezvousTimeoutError) as caught:
         handler.next_rendezvous()
+    assert str(caught.value) == f"{expected}the rendezvous server is at 127.0.0.1:{server}"
+    handler.shutdown()
+
+
+def test_agents_with_an_endpoint_each_are_told_so(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each hosts a server of its own, where the others never come."""
+    monkeypatch.setattr(stores_agent, "_FIRST_REPORT", 0.1)
+    handler = rendezvous_handler.create_handler(parameters(port, 2, 2, join_timeout="1", is_host="1"))
+    hosted = (
+        f"has joined: {socket.getfqdn()} (pid {os.getpid()}, this agent); the rendezvous server is at "
+        f"127.0.0.1:{port}, hosted by this agent; agents with another --rdzv-endpoint do not come there"
+    )
+    with pytest.raises(RendezvousTimeoutError) as caught:
+        handler.next_rendezvous()
+    assert hosted in str(caught.value)
+    (warned,) = [message for message in caplog.messages if "no round" in message]
+    assert warned.startswith("no round of 2 agents has been formed for 0 s: 1 agent ")
+    assert hosted in warned
+    cast(Any, handler)._host_name = "node-1 (pid 4711)"
+    assert cast(Any, handler)._where().endswith(f":{port}, hosted by the agent node-1 (pid 4711)")
     handler.shutdown()
 
 

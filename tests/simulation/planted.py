@@ -188,6 +188,13 @@ def _keeps_its_place(store: Keyspace, waiter: Waiter) -> None:
     store.represented.pop(waiter).connections -= 1
 
 
+def _ends_well(real: Method) -> Method:
+    def note_end(store: Keyspace, key: bytes, rounds: Rounds, agent: Agent | None, succeeded: bool) -> None:
+        real(store, key, rounds, agent, True)
+
+    return note_end
+
+
 def _outdated(rounds: Rounds, agent: Agent, call: int) -> None:
     if rounds.caller is not None and not rounds.closed:
         rounds._form()
@@ -240,6 +247,8 @@ PLANTED: dict[str, Plant] = {
     ),
     "an agent that is lost keeps its place": (Keyspace, "lose_agent", _instead(_keeps_its_place)),
     "an outdated last call forms a round": (Rounds, "complete", _instead(_outdated)),
+    "a job that has failed is one that ended successfully": (Keyspace, "_note_end", _ends_well),
+    "a job whose agents are lost may end successfully": (Rounds, "is_intact", _instead(lambda rounds: rounds.formed)),
     "a delete leaves its size": (
         Keyspace,
         "delete_key",

@@ -54,7 +54,7 @@ CALLS: list[tuple[int, str, str]] = [
     (1, "ping", "n"),
 ]
 
-AGENT_CALLS = {"agent": 60, "beat": 24, "give_up": 3, "close": 1}
+AGENT_CALLS = {"agent": 60, "beat": 24, "describe": 3, "give_up": 3, "close": 1, "end": 2}
 """What the agents of an elastic job do."""
 
 WEIGHTS = {
@@ -130,7 +130,7 @@ def _agents(rng: random.Random) -> Schedule:
     weights[0], weights[1] = 60, rng.choice((40, 80))
     calls = list(AGENT_CALLS.values())
     if rng.random() < 0.7:  # nothing happens in closed rounds
-        calls[-1] = 0
+        calls[-2:] = [0, 0]
     steps: list[Step] = []
     for kind in rng.choices([*WEIGHTS, "late"], weights, k=rng.randrange(20, 101)):
         number = rng.randrange(clients)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from properties.fleet import Command, Connection, Difference, Fleet
-from tcpstore_async.agents import BEAT, CLOSE, LEAVE
+from tcpstore_async.agents import BEAT, CLOSE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
 from tcpstore_async.errors import StoreTimeoutError
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
@@ -543,9 +543,9 @@ def _agent(world: World) -> Program:
         pass
 
 
-def _attend(action: int) -> Callable[..., Program]:
+def _attend(action: int, number: int) -> Callable[..., Program]:
     def program(world: World) -> Program:
-        yield "attend", JOB, b"agent %d" % world.acting.number, action, AGENTS.missing()
+        yield "attend", JOB, b"agent %d" % world.acting.number, action, number
 
     return program
 
@@ -561,7 +561,9 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "lease_later": _lease("lease_later"),
     "join": _join,
     "agent": _agent,
-    "beat": _attend(BEAT),
-    "give_up": _attend(LEAVE),
-    "close": _attend(CLOSE),
+    "beat": _attend(BEAT, AGENTS.missing()),
+    "describe": _attend(LOOK, DESCRIBE),
+    "give_up": _attend(LEAVE, 0),
+    "close": _attend(CLOSE, 0),
+    "end": _attend(CLOSE, SUCCEEDED),
 }
