@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import matrix
-import third_party
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from tools import matrix, third_party
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = ROOT / "docs" / "compatibility.md"
