@@ -20,7 +20,7 @@ import pytest
 import networks
 from faults.fault_helpers import server_under
 from relay.test_same_user import OTHER, needs_root
-from support import LIMIT, tcpstore_server
+from support import tcpstore_server
 from tcpstore_async.client.interfaces import global_addresses
 from torch_forker import Program
 
