@@ -137,10 +137,14 @@ that store |
 | `host`, `pid` | the client's host and process id, for error messages and diagnosis |
 | `server` | asks for a port of the store at the server, for clients that cannot send ENTER: the server's host \
 as this client spells it, at most 512 bytes |
+| `addresses` | up to 32, separated by spaces. For an owner that means any address of its host (0.0.0.0): those that \
+the store is found at, beside its name. For others: those that the name may stand for. Each is `HOST:PORT`, or \
+`BOOT/NETWORK/localhost:PORT` for loopback, where BOOT and NETWORK identify the host and its network namespace |
 
 The owner's ENTER creates the store. The reply has `status` and, if the connection has entered the store, `incarnation`,
 which distinguishes this store from others that have or had the same name; otherwise, it has `reason`. If the request
-has `server`, the reply has `port`, the store's port, or `no_port`, why there is none (from an older server, neither):
+has `server`, the reply has `port`, the store's port, or `no_port`, why there is none (from an older server, neither).
+A reply of `ended` may have `others`: for a few stores of the same port, how their owners spell them, and who they are:
 
 | `status` | |
 |---|---|
@@ -158,6 +162,11 @@ earlier one, ENTER waits for the next store of that name. A store ends when its 
 one on a broken link counts until the link's grace period is over. The connections in the store are then closed at
 once. If an owner sends END_STORE before it leaves, they have ten seconds to leave on their own. In both cases the name
 is free at once, and the next store of that name is empty.
+
+If there is no store of the name, the one is entered that is found at the `addresses` of the request, if there is just
+one: an address at which several are found counts for none. The reply then has `store`, its name. A token for one store
+finds no other. A client asks with `wait` 0 first, and looks the host up if there is no store of that name; then it sends
+`addresses`, and waits. Servers that do not know this item ignore it.
 
 A store gets its port when the first client asks for one: the server listens there, on the address that it listens on,
 until the store ends. A connection that comes to that port is in the store from the beginning, as if it had sent ENTER

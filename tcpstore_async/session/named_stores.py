@@ -601,7 +601,8 @@ class NamedStores:
         _remove(self.of_port, _port(store.name), store)
         for address in store.addresses:
             _remove(self.addresses, address, store)
-        self._let_in(self.seeking, self._telling(store.addresses))
+        # Who waits because two stores came into question.
+        self._let_in(self.seeking, tuple(one for one in store.addresses if len(self.addresses.get(one, ())) < 2))
         self.ending[store] = True
         self.ended[store.incarnation] = store.name, why
         if len(self.ended) > _REMEMBERED:

@@ -3,8 +3,8 @@
 Programs look for a free port by binding or by connecting, and nothing else listens where an address is only a name. It
 knows sockets and the background loop; it must not know what the number is for.
 
-Invariants: a number that cannot be held harms nobody. Whoever connects is reset at once. A forked child holds nothing,
-and what a killed process has held is free.
+Invariants: a number that cannot be held harms nobody. Whoever connects is reset, once that has told it that the port is
+taken. A forked child holds nothing, and what a killed process has held is free.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from contextlib import suppress
 from typing import Final
 
@@ -28,6 +29,12 @@ HOLD_PORT: Final = "TCPSTORE_HOLD_PORT"
 _BACKLOG: Final = 8
 """Connections that wait to be reset: with 0, the second of those that come while this process does not run Python would
 hang."""
+
+_OPEN_SECONDS: Final = 0.1
+"""Until a connection is reset. At once, some would be before `connect` has returned, which would fail."""
+
+_MOST_OPEN: Final = 64
+"""Connections; those in excess are reset earlier."""
 
 _RESET: Final = struct.pack("ii", 1, 0)
 
@@ -45,6 +52,7 @@ class HeldPort:
         self._fd = self._listener.fileno()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = threading.Event()
+        self._peers: deque[socket.socket] = deque()
 
     def reset_peers(self) -> None:
         """From now on, reset whoever connects."""
@@ -53,12 +61,14 @@ class HeldPort:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is None and self._listener.fileno() >= 0:
             self._loop = loop
-            loop.add_reader(self._fd, self._reset)
+            loop.add_reader(self._fd, self._accept, loop)
 
     def detach(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._fd)
+        while self._peers:
+            self._reset_oldest()
 
     def finish(self) -> None:
         self.detach()
@@ -75,9 +85,16 @@ class HeldPort:
         self._listener.close()
         background.drop(self)
 
-    def _reset(self) -> None:
+    def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(OSError):
-            self._listener.accept()[0].close()
+            self._peers.append(self._listener.accept()[0])
+            loop.call_later(_OPEN_SECONDS, self._reset_oldest)
+        if len(self._peers) > _MOST_OPEN:
+            self._reset_oldest()
+
+    def _reset_oldest(self) -> None:
+        if self._peers:
+            self._peers.popleft().close()
 
 
 def hold(port: int) -> HeldPort | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +22,9 @@ from client.test_resumed import resetter
 from client.test_sync import until
 from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
-from tcpstore_async.client import aio
+from tcpstore_async.client import aio, connect
 from tcpstore_async.client.admin import ask
+from tcpstore_async.client.interfaces import global_addresses
 from tcpstore_async.client.store_name import (
     StoreEndedError,
     attempt_from_environment,
@@ -427,3 +430,90 @@ def test_the_attempt_of_a_process(environment: dict[str, Any], attempt: str, mon
     for variable, text in environment.items():
         monkeypatch.setenv(variable, text)
     assert attempt_from_environment() == attempt
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "", "0"])
+def test_any_address_of_the_master(wildcard: str, url: str) -> None:
+    """However its ranks spell it: an address, or a name that leads to one."""
+    with TCPStore(wildcard, 4711, None, True, LIMIT, server=url) as owner:
+        owner.set("k", "v")
+        for host in ("127.0.0.2", "ip6-loopback", socket.gethostname(), *global_addresses()):
+            with TCPStore(host, 4711, timeout=LIMIT, server=url) as rank, rank.clone() as clone:
+                assert clone.get("k") == b"v"
+
+
+def test_ranks_wait_for_any_address_of_the_master(url: str) -> None:
+    async def main() -> None:
+        hosts = [socket.gethostname(), *global_addresses()]
+        waiting = [
+            asyncio.ensure_future(AsyncTCPStore.connect(host, 4712, timeout=LIMIT, server=url)) for host in hosts
+        ]
+        threads = [opened(lambda host=host: TCPStore(host, 4712, timeout=LIMIT, server=url)) for host in hosts]  # type: ignore[misc]
+        with await asyncio.to_thread(TCPStore, "0.0.0.0", 4712, None, True, LIMIT, server=url) as owner:
+            await asyncio.to_thread(owner.set, "k", "v")
+            for thread, found in threads:
+                await asyncio.to_thread(thread.join)
+                assert found[0].get("k") == b"v"
+                found[0].close()
+            for store in waiting:
+                async with await store as rank:
+                    assert await rank.get("k") == b"v"
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_who_waits_in_vain_is_told_which_stores_there_are(url: str) -> None:
+    """Those of the same port, as they are when its time is over: behind NAT no address matches."""
+    thread, errors = None, []
+
+    def wait() -> None:
+        try:
+            TCPStore("node9", 4713, timeout=4.0, server=url)
+        except DistNetworkError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with (
+        TCPStore("0.0.0.0", 4713, None, True, LIMIT, server=url),
+        TCPStore("node7", 4713, None, True, LIMIT, server=url),
+        TCPStore("node8", 4714, None, True, LIMIT, server=url),
+    ):
+        thread.join()
+    who = rf"\(host {socket.gethostname()}, pid {os.getpid()}\)"
+    [error] = errors
+    assert re.search(
+        rf"the store 'node9:4713' has not been created there; stores of that port there are node7:4713 {who}, "
+        rf"0\.0\.0\.0:4713 {who}: give the address as the store's master gives it\.$",
+        error,
+    )
+
+
+def test_a_name_that_cannot_be_resolved_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up again: a pod's name comes to be after the pod."""
+    monkeypatch.setattr(connect, "_LOOK_AGAIN", 0.1)
+    known = threading.Event()
+    resolve = connect._resolve
+
+    def later(host: str, port: int) -> list[Any]:
+        if not known.is_set():
+            raise OSError("not yet")
+        return resolve("127.0.0.1", port)
+
+    monkeypatch.setattr(connect, "_resolve", later)
+    with TCPStore("0.0.0.0", 4715, None, True, LIMIT, server=url) as owner:
+        thread, found = opened(lambda: TCPStore("pod-7", 4715, timeout=LIMIT, server=url))
+        known.set()
+        thread.join()
+        found[0].set("k", "v")
+        assert owner.get("k") == b"v"
+        found[0].close()
+
+
+def test_a_taken_name_looks_like_a_taken_port(url: str, name: str) -> None:
+    """For programs that try the next one then."""
+    with (
+        TCPStore(name, 1, None, True, LIMIT, server=url),
+        pytest.raises(DistNetworkError, match="EADDRINUSE, address already in use"),
+    ):
+        TCPStore(name, 1, None, True, LIMIT, server=url)

@@ -34,7 +34,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.history import History
-from tcpstore_async.session.identity import identity, read_identity
+from tcpstore_async.session.identity import MAX_ADDRESSES, identity, read_identity
 from tcpstore_async.session.monitor import Monitor
 from tcpstore_async.session.named_stores import PORT_BYTES, NamedStore, NamedStores, StoreEnded
 from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
@@ -867,3 +867,97 @@ def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
     assert [sample[5] for sample in monitor.take()] == ["VALIDATE", "SET", "VALIDATE"]
     server.engine.unwatch(monitor)
     assert server.engine.first.executing() is server.engine.first.call
+
+
+ANY = "n1-id/localhost:4711 10.0.0.1:4711"
+"""What the owner of a store for any address sends."""
+
+
+def test_a_store_is_found_at_the_addresses_of_its_host(server: Server) -> None:
+    server.owner("n1-id/7/localhost:4711", addresses=ANY)
+    incarnation = server.named.stores["n1-id/7/localhost:4711"].incarnation
+    for addresses in ("10.0.0.1:4711", "n1-id/localhost:4711", "10.0.0.9:4711 10.0.0.1:4711"):
+        rank = server.connect()
+        assert server.enter(rank, "n1:4711", addresses=addresses) == {
+            "status": "entered",
+            "incarnation": incarnation,
+            "store": "n1-id/7/localhost:4711",
+        }
+    assert server.say(server.connect(), enter("n1:4711", addresses="10.0.0.1:4712")) == b""
+    assert server.say(server.connect(), enter("10.0.0.1:4711")) == b""
+
+
+def test_an_exact_spelling_is_found_first(server: Server) -> None:
+    server.owner("any:4711", addresses=ANY)
+    server.owner("n1:4711", "other")
+    found = server.enter(server.connect(), "n1:4711", addresses="10.0.0.1:4711")
+    assert found["incarnation"] == server.named.stores["n1:4711"].incarnation
+
+
+def test_ranks_that_wait_for_an_address_are_let_in(server: Server) -> None:
+    ranks = [server.connect() for _ in range(3)]
+    for number, rank in enumerate(ranks):
+        assert server.say(rank, enter(f"n{number}:4711", addresses="10.0.0.1:4711 10.0.0.2:4711")) == b""
+    given_up = server.connect()
+    server.say(given_up, enter("n1:4711", addresses="10.0.0.1:4711") + CANCEL_FETCH)
+    server.owner("any:4711", addresses=ANY)
+    server.work()
+    assert [reply(take(rank))["store"] for rank in ranks] == ["any:4711"] * 3
+    assert take(given_up) == b""
+    server.leave(given_up)
+    assert not server.named.seeking
+    assert not server.named.waiting
+    assert not server.named.entries
+
+
+def test_an_address_of_several_stores_is_that_of_none(server: Server) -> None:
+    """Many hosts have a bridge with the same address. Which of two stores is meant is clear when one has ended."""
+    first = server.owner("any:4711", addresses="172.17.0.1:4711 10.0.0.1:4711")
+    server.owner("all:4711", "other", addresses="172.17.0.1:4711 10.0.0.2:4711")
+    rank, both = server.connect(), server.connect()
+    assert server.say(rank, enter("n1:4711", addresses="172.17.0.1:4711")) == b""
+    assert server.say(both, enter("n1:4711", addresses="10.0.0.1:4711 10.0.0.2:4711")) == b""
+    found = server.enter(server.connect(), "n1:4711", addresses="172.17.0.1:4711 10.0.0.2:4711")
+    assert found["store"] == "all:4711"
+    server.say(first, END)
+    server.work()
+    assert [reply(take(one))["store"] for one in (rank, both)] == ["all:4711"] * 2
+
+
+def test_who_finds_no_store_is_told_which_there_are(server: Server) -> None:
+    for number in range(6):
+        server.owner(f"n{number}:4711", f"o{number}")
+    server.owner("n1-id/7/localhost:4711", "any", addresses=ANY)
+    server.owner("n1:4712", "other")
+    found = server.enter(server.connect(), "n9:4711", wait=0)
+    assert (found["status"], found["reason"]) == ("ended", "there is no store 'n9:4711'")
+    assert found["others"] == [
+        f"{name}:4711 (host n1, pid 77)" for name in ("0.0.0.0", "n5", "n4", "n3")
+    ]  # the newest ones
+
+
+def test_a_token_for_one_store_tells_of_no_other(server: Server) -> None:
+    server.owner("any:4711", addresses=ANY)
+    session = server.connect()
+    session.grant_access(Access("t", store="n1:4711"))
+    found = server.enter(session, "n1:4711", addresses="10.0.0.1:4711", wait=0)
+    assert found == {"status": "ended", "reason": "there is no store 'n1:4711'"}
+
+
+def test_addresses_are_counted_and_leave_nothing(server: Server) -> None:
+    many = " ".join(f"10.0.0.{number}:4711" for number in range(MAX_ADDRESSES))
+    used = server.engine.budget.used()
+    for _ in range(50):
+        rank = server.connect()
+        before = server.engine.budget.used()
+        assert server.say(rank, enter("n1:4711", addresses=many)) == b""
+        assert server.engine.budget.used() - before > MAX_ADDRESSES * 512
+        server.leave(rank)
+        owner = server.owner("any:4711", addresses=many)
+        assert server.engine.budget.used() - used > MAX_ADDRESSES * 512
+        server.leave(owner)
+        assert server.engine.budget.used() == used
+    named = server.named
+    assert not any((named.seeking, named.addresses, named.of_port, named.waiting))
+    with pytest.raises(ProtocolError, match=r"ENTER with 33 addresses \(max 32\)"):
+        server.say(server.connect(), enter("n1:4711", addresses=f"{many} 10.0.1.1:4711"))
