@@ -165,7 +165,7 @@ class ReadKeys(IncrementalCommand):
 
 
 class PostponedMultiSet(IncrementalCommand):
-    """A MULTI_SET of keys with many waiters, while those of an earlier one are still to be woken."""
+    """A MULTI_SET of many keys, or many waiters, while the waiters of an earlier one are still to be woken."""
 
     def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ class WakeKeys(DeferredWork):
     def __init__(self, registry: "WaiterRegistry", keys: list[bytes]) -> None:
         self.registry = registry
         self.keys: dict[bytes, None] = dict.fromkeys(keys)
-        """Keys that were written, and whose waiters have not been woken. (A set has no order.)"""
+        """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
 
     def step(self, most: int) -> bool:
         registry = self.registry

@@ -295,7 +295,9 @@ class Keyspace(JoinRegistry):
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""
-        if self.waking is not None and self._registrations([key for key, _ in items]) > self.portion:
+        if self.waking is not None and (
+            len(items) > self.portion or self._registrations([key for key, _ in items]) > self.portion
+        ):
             self.incremental = PostponedMultiSet(self, items)
         else:
             self.set_items(items)
@@ -326,13 +328,19 @@ class Keyspace(JoinRegistry):
             growth = new = 0
             for key, value in dict(items).items():
                 old = values.get(key)
-                growth += self._growth(key, old, len(value))
-                if old is None:
+                if isinstance(old, bytes):
+                    growth += len(value) - len(old)
+                elif old is None:
+                    growth += len(key) + ENTRY_BYTES + len(value)
                     new += 1
+                else:
+                    growth += len(value) - cost(old)
             self._make_room(growth, new)
         grown = 0
         awaited: list[bytes] = []
         some_wait = len(waiters) > 0
+        # Then whether each key is awaited is found out in steps, too.
+        many = len(waiters) > self.portion and len(items) > self.portion
         for key, value in items:
             if self.noting:
                 self.note(key)
@@ -347,16 +355,16 @@ class Keyspace(JoinRegistry):
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
-            if some_wait and key in waiters:
+            if some_wait and (many or key in waiters):
                 awaited.append(key)
         self.size += grown
-        if awaited and self._registrations(awaited) > self.portion:
-            self.begin_waking(WakeKeys(self, awaited))
-            if self.counters:
-                for key in awaited:
-                    counter = self.counters.get(key)
-                    if counter is not None:
-                        self.wake_counter(counter)
+        if many or (awaited and self._registrations(awaited) > self.portion):
+            waking = WakeKeys(self, awaited)
+            self.begin_waking(waking)
+            for key in awaited if len(awaited) < len(self.counters) else list(self.counters):
+                counter = self.counters.get(key)
+                if counter is not None and key in waking.keys:
+                    self.wake_counter(counter)
         else:
             for key in awaited:
                 if key in waiters:

@@ -47,11 +47,12 @@ def session(of: Engine, access: Access = TOKEN) -> ServerSession:
 
 
 def finish(of: Engine, *sessions: ServerSession) -> None:
-    for one in sessions:
-        while one.incremental is not None:
-            one.receive(b"")
-    while of.keyspace.work:
-        of.keyspace.step()
+    while of.keyspace.work or any(one.incremental is not None for one in sessions):
+        if of.keyspace.work:
+            of.keyspace.step()
+        for one in sessions:
+            if one.incremental is not None:
+                one.receive(b"")
 
 
 def measured(of: Engine) -> tuple[int, int]:
