@@ -106,7 +106,9 @@ def watching(path: Path, **more: object) -> socket.socket:
     head = b""
     while not head.endswith(b"\n"):
         head += peer.recv(1)
-    assert "server" in json.loads(head)
+    if "server" not in json.loads(head):
+        peer.close()
+        raise AssertionError(head)
     return peer
 
 

@@ -317,9 +317,9 @@ class SyncActor(Client):
         def strike() -> None:
             raise KeyboardInterrupt
 
-        self.interrupt = self._handle if how % 2 else strike
+        self.interrupt = self._handle_signal if how % 2 else strike
 
-    def _handle(self) -> None:
+    def _handle_signal(self) -> None:
         """A handler of signals, in the midst of whatever it does."""
         store, began, losses = self.store, self.stage.now, self.losses
         if store is None:
