@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any, Final
 
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError, reason_of
+from ..locks import RLock
 from ..session.identity import CLOSED
 from .connect import connect
 from .credentials import TOKEN, TOKEN_FILE, find_token
@@ -71,7 +71,7 @@ Admits = Callable[[socket.socket], bool]
 # In the process that uses the ports
 
 _control: socket.socket | None = None
-_lock = threading.RLock()
+_lock = RLock()
 
 
 def listen() -> socket.socket:
@@ -169,7 +169,7 @@ def _forget() -> None:
 def _forked() -> None:
     """In a child, whose copy must not keep the process running."""
     global _lock
-    _lock = threading.RLock()
+    _lock = RLock()
     _forget()
 
 

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
@@ -36,6 +36,7 @@ from ..errors import (
     StoreTimeoutError,
     reason_of,
 )
+from ..locks import RLock
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break

@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import Future
 
 from ..limits import Limits
+from ..locks import RLock
 from ..tokens import HostTokens
 from .admin import admin_socket
 from .backends import server_class
@@ -38,7 +39,7 @@ class ServerThread:
         self._tokens = tokens
         self._joins = 0
         self._listener = close_on_fork(listener)
-        self._lock = threading.RLock()
+        self._lock = RLock()
         """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         self._over = asyncio.Event()

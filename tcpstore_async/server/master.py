@@ -10,13 +10,13 @@ import logging
 import os
 import resource
 import socket
-import threading
 import time
 import warnings
 import weakref
 from typing import Final, Protocol
 
 from ..errors import AccessDeniedError, DistNetworkError, DistStoreError, counted
+from ..locks import RLock
 from ..secret_files import TlsFiles
 from ..tokens import HostTokens
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
@@ -67,7 +67,7 @@ class _CountedServer:
         self.shared = shared
         self.handles = 0
         self.owner = os.getpid()
-        self.lock = _shared_lock if shared else threading.RLock()
+        self.lock = _shared_lock if shared else RLock()
 
     def release(self) -> None:
         if self.owner != os.getpid():
@@ -86,7 +86,7 @@ _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
 _shared: Final[dict[int, _CountedServer]] = {}
 """Servers started with `multi_tenant`, by port."""
 
-_shared_lock = threading.RLock()
+_shared_lock = RLock()
 """Held while a shared server starts and stops, so that other threads wait for the outcome. Reentrant, as a garbage
 collection in between may release a handle."""
 
@@ -390,7 +390,7 @@ def _warn(error: Exception) -> None:
 def _forget_inherited() -> None:
     """In a forked child: it may start servers, but owns none."""
     global _shared_lock
-    _shared_lock = threading.RLock()
+    _shared_lock = RLock()
     _shared.clear()
 
 

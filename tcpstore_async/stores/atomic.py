@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from ..locks import RLock
 from ..session.identity import build
 
 _Result = TypeVar("_Result")
 
-LOCK: Final = threading.RLock()
+LOCK: Final = RLock()
 """Held by the running operation, and while the process forks.
 
 Reentrant because a garbage collection may run a finalizer that uses a store.

@@ -11,13 +11,14 @@ works or how one is opened.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..locks import RLock
 from . import native_server
 from .monkeypatch import Monkeypatch
 

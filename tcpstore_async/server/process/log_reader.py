@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from ...locks import RLock
 from .pidfd import Process
 from .protocol import LineReader, LogLine
 
@@ -121,7 +122,7 @@ def _cause(status: int | None, raw: list[str]) -> str:
 
 # One lock for all readers, held during a fork
 
-_logging = threading.RLock()
+_logging = RLock()
 
 
 def _emit(level: int, name: str, text: str) -> None:
@@ -144,7 +145,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _logging
-    _logging = threading.RLock()
+    _logging = RLock()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from ...locks import RLock
 from ...secret_files import TlsFiles
 from ...tokens import HostTokens
 from ..backends import DEFAULT_BACKEND, DEFAULT_GRACE, START_TIMEOUT
@@ -93,7 +93,7 @@ class ServerProcess:
         control.settimeout(STOP_TIMEOUT)
         self._log = log
         self._owner = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = RLock()
         """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         atexit.register(self.stop)

@@ -21,6 +21,7 @@ from ...coercion import in_milliseconds
 from ...deadline import Deadline, backoff
 from ...errors import DistStoreError, ProtocolError, StoreTimeoutError, counted
 from ...keyspace import Keyspace
+from ...locks import RLock
 from ..hash import Alarm
 from .records import FIRST, is_complete, register, unregister
 from .reentrant_lock import FileLock, locked
@@ -76,7 +77,7 @@ class SharedFile:
 
     def _reset(self) -> None:
         """Forget everything that was read."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         """Guards the replica. Acquired after the file's lock; its holder never waits for anything."""
         self._user: int | None = None
         """The thread that uses the replica."""
