@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,16 +239,23 @@ def run_tests(environment: Environment, arguments: list[str]) -> Row:
     return counts(report.read_text())
 
 
+def outcomes(report: str) -> Iterator[tuple[str, str, str]]:
+    """Yield a JUnit report's tests: `class::name`, `passed`, `skipped` or `failed`, and why it was skipped."""
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        kinds = {child.tag: child for child in case}
+        outcome = "failed" if {"failure", "error"} & kinds.keys() else "skipped" if "skipped" in kinds else "passed"
+        why = kinds["skipped"].get("message") or "" if outcome == "skipped" else ""
+        yield f"{case.get('classname')}::{case.get('name')}", outcome, why
+
+
 def counts(report: str) -> Row:
     """Return the counts in a JUnit report."""
     row: Row = {"passed": 0, "skipped": {}, "failed": []}
-    for case in ElementTree.fromstring(report).iter("testcase"):
-        kinds = {child.tag: child for child in case}
-        if "failure" in kinds or "error" in kinds:
-            row["failed"].append(f"{case.get('classname')}::{case.get('name')}")
-        elif "skipped" in kinds:
-            reason = kinds["skipped"].get("message") or ""
-            row["skipped"][reason] = row["skipped"].get(reason, 0) + 1
+    for name, outcome, why in outcomes(report):
+        if outcome == "failed":
+            row["failed"].append(name)
+        elif outcome == "skipped":
+            row["skipped"][why] = row["skipped"].get(why, 0) + 1
         else:
             row["passed"] += 1
     return row

@@ -294,13 +294,18 @@ def prepare() -> None:
         sys.exit(f"cannot install: {why}")
 
 
+def environment(mode: str) -> dict[str, str]:
+    """Return the environment for a program in this mode, with the chosen build."""
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
+    return env | {"TCPSTORE_INSTALL": mode, "PYTHONPATH": str(processes.chosen_build())}
+
+
 def run(name: str, mode: str) -> dict[str, Any]:
     """Run a job; return its report with the times in seconds, `group` and `since_launch`; or `error`."""
     job = JOBS[name]
     launcher = [part.format(port=free_port()) for part in job.launcher]
-    env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
-    env |= {"TCPSTORE_INSTALL": mode, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(processes.chosen_build())}
+    env = environment(mode) | {"OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as times:
         env[TIMES] = times
         launched = time.monotonic()
