@@ -46,6 +46,7 @@ help:
 	@echo "make compile   the compiled build, in build/compiled"
 	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
 	@echo "make third-party  small jobs of accelerate, lightning, torchft and ray, on stock PyTorch and on ours (ARGS='ray --modes 1')"
+	@echo "make pytorch-tests PYTORCH=/path/to/checkout  PyTorch's own tests of stores and launchers, on stock PyTorch and on ours"
 	@echo "make clean     remove everything that was built, .venv too"
 
 .PHONY: demo
@@ -138,6 +139,12 @@ matrix: .venv/.made
 .PHONY: third-party
 third-party: .venv/.made
 	$(BIN)/python tools/third_party.py $(ARGS)
+
+# In the environment of `make third-party`. The checkout is PyTorch's source, of the version there or near it.
+.PHONY: pytorch-tests
+pytorch-tests: .venv/.made
+	@test -n "$(PYTORCH)" || { echo "PYTORCH=/path/to/checkout is needed: a checkout of PyTorch" >&2; exit 2; }
+	$(BIN)/python tools/pytorch_tests.py "$(PYTORCH)" $(ARGS)
 
 .PHONY: clean
 clean:

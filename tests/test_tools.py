@@ -28,6 +28,7 @@ def load(name: str) -> ModuleType:
 
 coverage_minimums: Any = load("coverage_minimums")
 mutate: Any = load("mutate")
+pytorch_tests: Any = load("pytorch_tests")
 
 
 def test_a_module_below_its_minimum_is_a_problem() -> None:
@@ -47,6 +48,21 @@ def test_minimums_are_percentages() -> None:
     minimums = json.loads(coverage_minimums.MINIMUMS.read_text())
     assert minimums
     assert all(name.startswith("tcpstore_async/") and 0 <= minimum <= 100 for name, minimum in minimums.items())
+
+
+def test_what_passes_on_stock_pytorch_and_not_here_is_a_difference() -> None:
+    stock = {"a": "passed", "b": "passed", "c": "passed", "d": "failed", "e": "skipped", "f": "passed"}
+    ours = {"a": "passed", "b": "failed", "c": "skipped", "d": "failed", "e": "failed"}  # the worker crashed in f
+    assert pytorch_tests.differences(stock, ours) == ["b", "c", "f"]
+
+
+def test_known_differences_have_reasons() -> None:
+    table = "| test | mode | why |\n|---|---|---|\n| `t.py::A::b` | `1`, `python` | Says so. |\n"
+    page = f"| `u.py::A::b` | `1` | elsewhere |\n{pytorch_tests.BEGIN}\n{table}{pytorch_tests.END}\n"
+    assert pytorch_tests.known(page) == {("t.py::A::b", "1"): "Says so.", ("t.py::A::b", "python"): "Says so."}
+    listed = pytorch_tests.known(pytorch_tests.PAGE.read_text())
+    assert all(re.fullmatch(r"[\w/]+\.py::\w+::\w+", name) and why for (name, _), why in listed.items())
+    assert {mode for _, mode in listed} <= {*pytorch_tests.third_party.MODES[1:]}
 
 
 @pytest.mark.parametrize(("source", "expected"), [

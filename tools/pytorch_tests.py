@@ -6,14 +6,16 @@ PyTorch, and does not with a mode of TCPSTORE_INSTALL, is a difference. Status 1
 differences in docs/compatibility.md. What fails is run once more, alone.
 
 The environment is that of `make third-party`; `--python build/matrix/2.15.0/bin/python` takes one of `make matrix`.
-Each file runs in a pytest of its own, as PyTorch runs them, whose worker is replaced if a test crashes it.
+Each file runs in a pytest of its own, as PyTorch runs them, whose workers are replaced if a test crashes one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,8 +46,8 @@ FILES: Final = (
 NEEDED: Final = ("pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.6", "expecttest", "numpy")
 """What PyTorch's tests import, and what runs them."""
 
-TEST_LIMIT, FILE_LIMIT = 180, 1800
-"""Seconds."""
+TEST_LIMIT, FILE_LIMIT = 120, 1800
+"""Seconds. A test that takes longer ends its worker: no signal interrupts PyTorch's C++."""
 
 PROBE: Final = """
 import torch.distributed as dist, tcpstore_async
@@ -96,18 +98,43 @@ def run(python: Path, checkout: Path, file: Path, mode: str, names: Iterable[str
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         chosen = " or ".join(sorted({re.split(r"::|\[", name)[-1] for name in names}))
-        command = [str(python), "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += [f"--rootdir={checkout}", f"--timeout={TEST_LIMIT}", "-o", "junit_family=xunit1"]
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            str(os.cpu_count() or 1),
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+        ]
+        command += [
+            f"--rootdir={checkout}",
+            f"--timeout={TEST_LIMIT}",
+            "--timeout-method=thread",
+            "-o",
+            "junit_family=xunit1",
+        ]
         command += [f"--junitxml={report}", *(["-k", chosen] if chosen else []), str(file)]
         env = environment(mode, (checkout / "test", file.parent)) | {"TMPDIR": folder}
         with Path(folder, "log").open("w") as log:
-            process = subprocess.Popen(command, cwd=checkout / "test", env=env, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command,
+                cwd=checkout / "test",
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 process.wait(FILE_LIMIT)
             except subprocess.TimeoutExpired:
                 print(f"{place}, TCPSTORE_INSTALL={mode}: not finished within {FILE_LIMIT} s", flush=True)
             finally:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what its tests left behind, too
                 process.wait()
         if not report.exists():
             print(f"{place}, TCPSTORE_INSTALL={mode}: {matrix.last_words(Path(folder, 'log').read_text())}", flush=True)
