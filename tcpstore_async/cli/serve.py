@@ -10,6 +10,7 @@ import click
 from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.listen_socket import DEFER_ACCEPT
 from ..serving import build, run, run_loop, serve_owner
 from ..session.server import ALL, REMOTE
 from ..tokens import TokenFiles
@@ -57,6 +58,15 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     show_default=True,
     type=click.Choice(BACKENDS),
     help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
+)
+@click.option(
+    "--defer-accept",
+    default=DEFER_ACCEPT,
+    show_default=True,
+    type=click.IntRange(0, 60),
+    metavar="SECONDS",
+    help="Have the kernel hold a connection until its client has sent something, or for this many seconds; 0: not at "
+    "all. Sockets from --listen-fd or systemd are left as they are.",
 )
 @grace_option
 @link_grace_option
@@ -126,6 +136,7 @@ def serve(
     host: str,
     port: int,
     backend: str,
+    defer_accept: int,
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
@@ -209,6 +220,7 @@ def serve(
             port,
             listen_fd,
             backend=backend,
+            defer_accept=defer_accept,
             limits=limits,
             grace=grace,
             link_grace=link_grace,
