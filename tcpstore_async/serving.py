@@ -22,7 +22,15 @@ from .server.admin import admin_socket
 from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
 from .server.fork_safety import close_on_fork, closed_in_children
 from .server.linger import Linger
-from .server.listen_socket import adopt, listen, log_short_backlog, prepare, raise_file_limit, warn_if_exposed
+from .server.listen_socket import (
+    DEFER_ACCEPT,
+    adopt,
+    listen,
+    log_short_backlog,
+    prepare,
+    raise_file_limit,
+    warn_if_exposed,
+)
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
 from .server.reloading import Reloading
@@ -66,7 +74,8 @@ async def serve(
     """Run a server on the running loop for as long as the context lasts; `.port` is its port.
 
     It listens on exactly `host`; port 0 lets the kernel choose. `listener`, a TCP socket that is bound or listening,
-    takes their place; it is closed at the end. `backend` is `uv` or `threaded`. A forked child holds nothing of the
+    takes their place; it is closed at the end. Where the system can, it holds connections to `port` until their peers
+    have sent something, or for a second. `backend` is `uv` or `threaded`. A forked child holds nothing of the
     server.
 
     With `tls_cert` and `tls_key`, files in PEM format, it serves peers that use TLS 1.3 beside those that do not; with
@@ -84,7 +93,7 @@ async def serve(
     make = server_class(backend)
     tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
     pid = os.getpid()
-    with close_on_fork(listener if listener is not None else listen(host, port)) as listening:
+    with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)
         server = make(listening, limits or Limits(), tls=tls)
         server.engine.authenticate = None if tokens is None else tokens.authenticate
@@ -112,6 +121,7 @@ async def run(
     limits: Limits,
     grace: float,
     link_grace: float,
+    defer_accept: int = DEFER_ACCEPT,
     admin: str | None = None,
     http: "HttpOptions | None" = None,
     ready: "Callable[[Server], None]",
@@ -126,7 +136,8 @@ async def run(
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
-    The sessions of a link whose connection breaks are kept for `link_grace` seconds. `admin` is the path of the admin
+    The sessions of a link whose connection breaks are kept for `link_grace` seconds. For `defer_accept`, which does not
+    apply to a given socket, see `wait_for_data`. `admin` is the path of the admin
     socket: None for the usual one, empty for none. `http` has a process of its own answer over HTTP what goes on in the
     server. `ready` is called once the server accepts connections. For the other arguments see `serve`: SIGHUP has the
     files of `tokens`, and those of certificates, loaded again, and ends no server. With `linger`, it also ends when it
@@ -135,7 +146,7 @@ async def run(
     """
     raise_file_limit()
     fd = activated_fd() if fd is None else fd
-    listener = listen(host, port) if fd is None else adopt(fd)
+    listener = listen(host, port, defer_accept) if fd is None else adopt(fd)
     log_short_backlog()
     warn_if_exposed(
         listener,

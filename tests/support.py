@@ -225,6 +225,12 @@ def _threads(pid: int) -> dict[str, tuple[str, str]]:
     return found
 
 
+def deferred_for(listener: socket.socket) -> int:
+    """The seconds for which the kernel holds a connection whose peer sends nothing; 0 also where it cannot."""
+    option = getattr(socket, "TCP_DEFER_ACCEPT", None)
+    return 0 if option is None else listener.getsockopt(socket.IPPROTO_TCP, option)
+
+
 class RawPeer:
     """A connection that speaks bytes. Every wait has a limit."""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT, RawPeer, tcpstore_server
+from tcpstore_async.server.listen_socket import DEFER_ACCEPT
 from tls.certificates import certificates
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,7 @@ def test_systemd_takes_the_units() -> None:
 def test_the_socket_is_that_of_the_service() -> None:
     port = setting(DEPLOY / "tcpstore.socket", "ListenStream").rpartition(":")[2]
     assert shlex.split(setting(DEPLOY / "tcpstore.service", "ExecStart"))[-1] == port
+    assert setting(DEPLOY / "tcpstore.socket", "DeferAcceptSec") == str(DEFER_ACCEPT)
 
 
 def test_root_can_look_into_the_service(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import click
 from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
 from ..serving import build, run, run_loop, serve_owner
 from ..session.server import ALL, REMOTE
@@ -68,6 +69,15 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     show_default=True,
     type=click.Choice(BACKENDS),
     help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
+)
+@click.option(
+    "--defer-accept",
+    default=DEFER_ACCEPT,
+    show_default=True,
+    type=click.IntRange(0, 60),
+    metavar="SECONDS",
+    help="Have the kernel hold a connection until its client has sent something, or for this many seconds; 0: not at "
+    "all. Sockets from --listen-fd or systemd are left as they are.",
 )
 @grace_option
 @link_grace_option
@@ -146,6 +156,7 @@ def serve(
     host: str,
     port: int,
     backend: str,
+    defer_accept: int,
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
@@ -230,6 +241,7 @@ def serve(
             port,
             listen_fd,
             backend=backend,
+            defer_accept=defer_accept,
             limits=limits,
             grace=grace,
             link_grace=link_grace,

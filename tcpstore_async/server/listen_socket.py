@@ -46,6 +46,9 @@ _UNACKNOWLEDGED: Final = 300
 RESERVE: Final = 64
 """File descriptors that connections never get: for the loop, logs, and to be able to reject a connection."""
 
+DEFER_ACCEPT: Final = 1
+"""Seconds after which a connection is accepted whose peer has sent nothing."""
+
 _M_MMAP_THRESHOLD: Final = -3
 """From <malloc.h>; where there is no such option, the call changes nothing."""
 
@@ -63,15 +66,15 @@ Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 """What `socket.bind` takes, as `socket.getaddrinfo` returns it."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, defer_accept: int = 0) -> socket.socket:
     """Return a non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
 
-    `host` is an IPv4 or IPv6 literal or a name of this machine; `::` stands for every address of both families.
-    Raises DistNetworkError, and ValueError for a port out of range.
+    `host` is an IPv4 or IPv6 literal or a name of this machine; `::` stands for every address of both families. For
+    `defer_accept` see `wait_for_data`. Raises DistNetworkError, and ValueError for a port out of range.
     """
     family, address = resolve(host, port)
     try:
-        return listen_at(family, address)
+        return wait_for_data(listen_at(family, address), defer_accept)
     except OSError as error:
         held = by_holder(error, address[0], port)
         raise DistNetworkError(
@@ -156,6 +159,19 @@ def prepare(listener: socket.socket) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     listener.setblocking(False)
     listener.listen(BACKLOG)
+
+
+def wait_for_data(listener: socket.socket, seconds: int = DEFER_ACCEPT) -> socket.socket:
+    """Have the kernel hold each connection until its peer has sent something, or for so many seconds.
+
+    The server then wakes once for each rank that starts, not twice: for the connection and for its first request. 0
+    changes nothing, nor does any number where the system cannot do this. Not for sockets that others have made. Returns
+    the socket.
+    """
+    if seconds and hasattr(socket, "TCP_DEFER_ACCEPT"):
+        with suppress(OSError):  # it only saves time
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, seconds)
+    return listener
 
 
 def log_short_backlog(ranks: int | None = None) -> None:

@@ -22,7 +22,7 @@ from ..tokens import HostTokens
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
 from .bind_errors import Tried, UvErrors, errors_of
 from .fork_safety import close_on_fork
-from .listen_socket import Address, check_port, listen_at, log_short_backlog, prepare, resolve
+from .listen_socket import Address, check_port, listen_at, log_short_backlog, prepare, resolve, wait_for_data
 from .tls import ServerTls, make_context
 
 WHERE: Final = "TCPSTORE_SERVER"
@@ -285,7 +285,7 @@ class _Listening:
         tried: Tried = []
         for family, address in [resolve(self.bind_host, self.port)] if self.bind_host else _everywhere(self.port):
             try:
-                return listen_at(family, address)
+                return wait_for_data(listen_at(family, address))
             except OSError as error:
                 tried.append((family, f"{address[0]!s}", error))
         raise errors_of(self.backend).no_address(self.port, tried)

@@ -4,17 +4,25 @@ import logging
 import os
 import re
 import resource
+import select
 import socket
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
-from support import LIMIT
+from support import LIMIT, deferred_for
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.server import listen_socket
-from tcpstore_async.server.listen_socket import adopt, listen, max_connections_by_files, reserve_connections
+from tcpstore_async.server.listen_socket import (
+    DEFER_ACCEPT,
+    adopt,
+    listen,
+    max_connections_by_files,
+    reserve_connections,
+)
 from tcpstore_async.server.rate_limited_log import RateLimitedLog
+from tcpstore_async.serving import serve
 
 
 @pytest.fixture
@@ -41,6 +49,55 @@ def test_a_listener(listener: socket.socket) -> None:
 
 def test_the_backlog_is_that_of_a_whole_job() -> None:
     assert listen_socket.BACKLOG == 65_535
+
+
+@pytest.mark.needs_proc
+def test_a_connection_is_held_until_its_peer_has_sent_something() -> None:
+    with listen("127.0.0.1", 0, 60) as listener, socket.socket() as silent:
+        silent.connect(listener.getsockname())
+        with socket.create_connection(listener.getsockname(), LIMIT) as other:
+            other.sendall(b"x")
+            assert accepted(listener) == other.getsockname()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        silent.sendall(b"x")
+        assert accepted(listener) == silent.getsockname()
+
+
+@pytest.mark.needs_proc
+def test_a_peer_that_never_sends_is_accepted_all_the_same() -> None:
+    with listen("127.0.0.1", 0, DEFER_ACCEPT) as listener:
+        with socket.create_connection(listener.getsockname(), LIMIT) as silent:
+            assert accepted(listener) == silent.getsockname()
+        with socket.create_connection(listener.getsockname(), LIMIT) as probe:  # one that only connects, and leaves
+            probe.shutdown(socket.SHUT_WR)
+            assert accepted(listener) == probe.getsockname()
+
+
+def accepted(listener: socket.socket) -> object:
+    """Wait for a connection; return the address of its peer."""
+    assert select.select([listener], [], [], LIMIT)[0]
+    with listener.accept()[0] as peer:
+        return peer.getpeername()
+
+
+@pytest.mark.parametrize("has_option", [False, True])
+def test_where_connections_cannot_be_held(has_option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_option:
+        monkeypatch.setattr(socket, "TCP_DEFER_ACCEPT", 9999, raising=False)
+    else:
+        monkeypatch.delattr(socket, "TCP_DEFER_ACCEPT", raising=False)
+    with listen("127.0.0.1", 0, 60) as listener, socket.create_connection(listener.getsockname(), LIMIT) as silent:
+        assert accepted(listener) == silent.getsockname()
+
+
+@pytest.mark.needs_proc
+async def test_only_sockets_of_its_own_are_told_to_hold_connections() -> None:
+    async with serve() as server:
+        assert deferred_for(server.listener) == DEFER_ACCEPT
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        async with serve(listener=given.dup()):
+            assert deferred_for(given) == 0
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from support import LIMIT, RawPeer
 from tcpstore_async import TCPStore
 from tcpstore_async.errors import DistNetworkError, DistStoreError
 from tcpstore_async.server import listen_socket, master
-from tcpstore_async.server.listen_socket import BACKLOG
+from tcpstore_async.server.listen_socket import BACKLOG, DEFER_ACCEPT
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
 from torch_forker import Program
@@ -593,3 +594,19 @@ def test_the_backlog_is_that_of_a_whole_job(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(socket, "socket", Socket)
     host(0).release()
     assert asked == [BACKLOG]
+
+
+def test_only_a_socket_of_its_own_is_told_to_hold_connections(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[object] = []
+
+    class Socket(socket.socket):
+        def setsockopt(self, level: int, option: int, *value: Any) -> None:
+            if (level, option) == (socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT):
+                seconds.extend(value)
+            super().setsockopt(level, option, *value)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    host(0, listen_fd=bound()[0]).release()
+    assert seconds == []
+    host(0).release()
+    assert seconds == [DEFER_ACCEPT]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from support import LIMIT, RawPeer, tcpstore_server
+from support import LIMIT, RawPeer, deferred_for, tcpstore_server
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.relay.process import RelayProcess
 from tcpstore_async.server.master import host
@@ -174,6 +174,7 @@ def test_the_socket_of_a_socket_unit(words: list[str]) -> None:
         early = RawPeer(port)  # before there is a server
         with early, service(words, {}, listener) as (process, announced):
             assert announced == port
+            assert deferred_for(listener) == 0  # that is up to the unit
             if words[0] == "serve":
                 early.ping()
             process.send_signal(signal.SIGINT)

@@ -72,7 +72,7 @@ def test_all_counters_of_a_server(sockets: Path, backend: str) -> None:
 
 def test_a_connection_that_makes_place_is_counted(sockets: Path) -> None:
     with (
-        tcpstore_server("--limit", "connections=1") as server,
+        tcpstore_server("--limit", "connections=1", "--defer-accept", "0") as server,
         RawPeer(server.port, validate=False) as silent,
         RawPeer(server.port) as one,
     ):
@@ -81,6 +81,17 @@ def test_a_connection_that_makes_place_is_counted(sockets: Path) -> None:
         connections = look(sockets / f"{server.port}.sock")["stats"]["connections"]
         assert (connections["open"], connections["rejected"]) == (1, 0)
         assert connections["closed_for"] == {"connections": 1}
+
+
+@pytest.mark.needs_proc
+def test_a_connection_that_the_kernel_holds_is_not_counted(sockets: Path) -> None:
+    with (
+        tcpstore_server("--defer-accept", "60") as server,
+        RawPeer(server.port, validate=False),
+        RawPeer(server.port) as one,
+    ):
+        one.ping()
+        assert look(sockets / f"{server.port}.sock")["stats"]["connections"]["accepted"] == 1
 
 
 def test_what_a_large_value_brings_is_counted(sockets: Path) -> None:
