@@ -50,7 +50,7 @@ _COMMANDS: Final = ProgramCommands(
 @click.group(
     cls=Program, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(package_name="tcpstore_async")
+@click.version_option(None, "-V", "--version", package_name="tcpstore_async")
 def main() -> None:
     """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
@@ -63,7 +63,7 @@ def main() -> None:
       tcpstore get greeting
       tcpstore wait ready --timeout 60
 
-    Exit status: 0 success, 1 failure (check: a key is missing; delete: the key did not exist), 2 usage error,
+    Exit status: 0 success, 1 failure (check: a key is missing; delete: a key did not exist), 2 usage error,
     3 timeout, 4 server unreachable, 5 not allowed (see 'tcpstore token'); 130 in a shell after Ctrl-C.
     """
     open_standard_streams()

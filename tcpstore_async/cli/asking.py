@@ -12,7 +12,7 @@ import click
 from ..client.admin import is_local
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
 from ..server import admin_path
-from .context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext
+from .context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext, parse_store
 
 Answer = TypeVar("Answer")
 
@@ -23,7 +23,8 @@ admin_option = click.option(
     "machine]",
 )
 
-store_option = click.option("--store", metavar="NAME", help="Inspect this named store.")
+store_option = click.option("--store", metavar="NAME", callback=parse_store, help="Inspect this named store.")
+"""For what looks in; its store is that of the context."""
 
 
 def find_admin(host: str, port: int) -> Path:

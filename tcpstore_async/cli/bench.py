@@ -20,7 +20,16 @@ from ..load.quick_bench import SATURATED, Row, measure
 from ..load.scripts import OPERATIONS
 from ..serving import run_loop
 from ..session.identity import Identity
-from .context import FAILED, NOT_ALLOWED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
+from .context import (
+    FAILED,
+    NOT_ALLOWED,
+    OTHER_SERVER,
+    TIMED_OUT,
+    UNREACHABLE,
+    ClientContext,
+    client_command,
+    keys_store_option,
+)
 from .output import escape, print_error, print_json, print_result
 
 _QUIET_SECONDS = 2.0
@@ -63,6 +72,7 @@ def _parse_operations(ctx: click.Context, param: click.Parameter, text: str) -> 
     show_default=True,
     help="Size of each value in bytes.",
 )
+@keys_store_option
 @client_command
 def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
     """Measure the throughput and latency of a running server.
@@ -74,8 +84,8 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
     "load CPU" is the share of time that the load-generating process spent running or waiting for a core. If it is
     marked "sat." (saturated), that process may have been the bottleneck, not the server.
 
-    With a token, or TLS, the ranks connect through a relay that is started for them, and the results are those of ranks
-    behind a relay.
+    With a token, TLS or --store, the ranks connect through a relay that is started for them, and the results are those
+    of ranks behind a relay.
 
     PyTorch's servers look up the name of every peer when it connects: if the name server does not respond, connecting
     many ranks can exceed --timeout.

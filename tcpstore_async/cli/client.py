@@ -5,9 +5,11 @@ made. Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage err
 not allowed.
 """
 
+import asyncio
 import os
 import sys
 import time
+from typing import Final
 
 import click
 from click.shell_completion import get_completion_class
@@ -15,8 +17,11 @@ from click.shell_completion import get_completion_class
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, DistStoreError
 from .commands import Commands
-from .context import ClientContext, client_command
+from .context import FAILED, ClientContext, client_command, keys_store_option, wait_option
 from .output import print_result
+
+_AT_ONCE: Final = 1000
+"""Keys that are deleted together."""
 
 
 def _int64(ctx: click.Context, param: click.Parameter, text: str) -> int:
@@ -45,6 +50,7 @@ async def ping_milliseconds(store: AsyncTCPStore) -> float:
 
 
 @click.command()
+@wait_option
 @client_command
 def ping(context: ClientContext) -> None:
     """Measure the round-trip time to the server, in milliseconds."""
@@ -53,15 +59,17 @@ def ping(context: ClientContext) -> None:
 
 @click.command()
 @click.argument("key")
+@keys_store_option
 @client_command
 def get(context: ClientContext, key: str) -> None:
     """Wait for a key and print its value."""
-    context.show("value", context.run(lambda store: store.get(_bytes(key))))
+    context.show("value", context.run(lambda store: store.get(_bytes(key)), awaited=f"the key {key!r}"))
 
 
 @click.command("set")
 @click.argument("key")
 @click.argument("value")
+@keys_store_option
 @client_command
 def set_(context: ClientContext, key: str, value: str) -> None:
     """Set a key to a value.
@@ -75,6 +83,7 @@ def set_(context: ClientContext, key: str, value: str) -> None:
 @click.command()
 @click.argument("key")
 @click.argument("value")
+@keys_store_option
 @client_command
 def append(context: ClientContext, key: str, value: str) -> None:
     """Append to the value of a key.
@@ -88,6 +97,7 @@ def append(context: ClientContext, key: str, value: str) -> None:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("key")
 @click.argument("amount", callback=_int64)
+@keys_store_option
 @client_command
 def add(context: ClientContext, key: str, amount: int) -> None:
     """Add AMOUNT to a counter and print the sum."""
@@ -108,6 +118,7 @@ def add(context: ClientContext, key: str, amount: int) -> None:
 @click.argument("key")
 @click.argument("expected")
 @click.argument("desired")
+@keys_store_option
 @client_command
 def compare_set(context: ClientContext, key: str, expected: str, desired: str) -> None:
     """Set KEY to DESIRED if its value is EXPECTED; print the result.
@@ -119,6 +130,8 @@ def compare_set(context: ClientContext, key: str, expected: str, desired: str) -
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
+@keys_store_option
+@wait_option
 @client_command
 def check(context: ClientContext, keys: tuple[str, ...]) -> None:
     """Check whether all keys exist.
@@ -130,24 +143,55 @@ def check(context: ClientContext, keys: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
+@keys_store_option
 @client_command
 def wait(context: ClientContext, keys: tuple[str, ...]) -> None:
     """Wait until all keys exist."""
-    context.run(lambda store: store.wait(list(map(_bytes, keys))))
+    awaited = f"the key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys, {keys[0]!r} and others"
+    context.run(lambda store: store.wait(list(map(_bytes, keys))), awaited=awaited)
+
+
+def _check_prefix(ctx: click.Context, param: click.Parameter, prefix: str | None) -> str | None:
+    if prefix == "":  # an unset variable of a script
+        raise click.BadParameter("it is empty, and would delete all keys", ctx, param)
+    return prefix
 
 
 @click.command()
-@click.argument("key")
+@click.argument("keys", metavar="[KEY]...", nargs=-1)
+@click.option("--prefix", metavar="P", callback=_check_prefix, help="Delete all keys that begin with P.")
+@keys_store_option
 @client_command
-def delete(context: ClientContext, key: str) -> None:
-    """Delete a key.
+def delete(context: ClientContext, keys: tuple[str, ...], prefix: str | None) -> None:
+    """Delete keys.
 
-    Exit with 1 if it did not exist.
+    Print whether the key existed or, for several and with --prefix, how many keys were deleted. Exit with 1 if one of
+    the KEYs did not exist. With --prefix, a key that is written meanwhile may remain.
     """
-    context.answer("deleted", context.run(lambda store: store.delete_key(_bytes(key))))
+    if bool(keys) == (prefix is not None):
+        raise click.UsageError("Give either the keys to delete, or --prefix.")
+
+    async def delete_(store: AsyncTCPStore) -> list[bool]:
+        names = list(map(_bytes, keys))
+        if prefix is not None:
+            names = [name for name in await store._list_keys_as_bytes() if name.startswith(_bytes(prefix))]
+        deleted: list[bool] = []
+        for at in range(0, len(names), _AT_ONCE):
+            deleted += await asyncio.gather(*map(store.delete_key, names[at : at + _AT_ONCE]))
+        return deleted
+
+    deleted = context.run(delete_)
+    if len(keys) == 1:
+        context.answer("deleted", deleted[0])
+        return
+    context.show("deleted", sum(deleted))
+    if not all(deleted) and prefix is None:
+        sys.exit(FAILED)
 
 
 @click.command("num-keys")
+@keys_store_option
+@wait_option
 @client_command
 def num_keys(context: ClientContext) -> None:
     """Print the number of keys."""
@@ -162,6 +206,7 @@ def queue() -> None:
 @queue.command()
 @click.argument("key")
 @click.argument("value")
+@keys_store_option
 @client_command
 def push(context: ClientContext, key: str, value: str) -> None:
     """Append an item to a queue.
@@ -175,13 +220,14 @@ def push(context: ClientContext, key: str, value: str) -> None:
 @queue.command()
 @click.argument("key")
 @click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item if the queue is empty.")
+@keys_store_option
 @client_command
 def pop(context: ClientContext, key: str, block: bool) -> None:
     """Remove the oldest item from a queue and print it.
 
     If it cannot be printed, it is pushed back to the end of the queue.
     """
-    item = context.run(lambda store: store.queue_pop(_bytes(key), block))
+    item = context.run(lambda store: store.queue_pop(_bytes(key), block), awaited=f"an item of the queue {key!r}")
     try:
         context.show("value", item)
     except BaseException:
@@ -192,6 +238,7 @@ def pop(context: ClientContext, key: str, block: bool) -> None:
 
 @queue.command("len")
 @click.argument("key")
+@keys_store_option
 @client_command
 def len_(context: ClientContext, key: str) -> None:
     """Print the number of items in a queue."""
@@ -201,13 +248,14 @@ def len_(context: ClientContext, key: str) -> None:
 @click.command()
 @click.argument("key")
 @click.option("--world-size", type=int, required=True, metavar="N", help="Number of callers, this one included.")
+@keys_store_option
 @client_command
 def barrier(context: ClientContext, key: str, world_size: int) -> None:
     """Wait until N callers have arrived at this barrier.
 
     A barrier is never reset: use a new key for every round.
     """
-    context.run(lambda store: store.barrier(_bytes(key), world_size))
+    context.run(lambda store: store.barrier(_bytes(key), world_size), awaited=f"{world_size} callers at {key!r}")
 
 
 @click.command()

@@ -9,8 +9,18 @@ import click
 from ..interrupts import reset_sigint
 from .output import print_error
 
-_OPTIONS: Final = ("--url", "--timeout", "--output", "-o", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
-"""The options of every client command. Each takes a value."""
+_OPTIONS: Final = (
+    "--url",
+    "--timeout",
+    "--output",
+    "-o",
+    "--tls-ca",
+    "--tls-cert",
+    "--tls-key",
+    "--token-file",
+    "--store",
+)
+"""Options of client commands that may stand before the name. Each takes a value."""
 
 
 class Commands(click.Group):

@@ -8,6 +8,7 @@ import base64
 import math
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -18,7 +19,7 @@ from ..client.server_url import ServerUrl, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..secret_files import TlsFiles
-from .output import print_error, print_json, print_result, stdout_is_closed
+from .output import ProgressLine, print_error, print_json, print_result, stdout_is_closed
 
 if TYPE_CHECKING:
     from ..client.aio import AsyncTCPStore
@@ -38,35 +39,58 @@ Operation = Callable[["AsyncTCPStore"], Awaitable[Any]]
 
 
 class ClientContext:
-    """What every client command needs: the server's address, the timeout in seconds, the output format, the token."""
+    """What every client command needs: the server's address, the timeout in seconds, the output format, the token.
+
+    The store is the name of the one that is used; None for the one without a name. A command that waits retries a
+    server that refuses connections, and waits for a store that is not there, until the timeout.
+    """
 
     def __init__(
-        self, url: ServerUrl, timeout: float, output: str, tls_files: TlsFiles, token_file: str | None = None
+        self,
+        url: ServerUrl,
+        timeout: float,
+        output: str,
+        tls_files: TlsFiles,
+        token_file: str | None = None,
+        store: str | None = None,
+        waits: bool = True,
     ) -> None:
         self.host, self.port = url.host, url.port
         self.tls = wants_tls(url.tls or None)
+        self.address = str(url._replace(tls=self.tls))
         self.tls_files = tls_files
         self.timeout = timeout
         self.output = output
         self.token_file = token_file
-        self.store: str | None = None
-        """The name of the store that is used; None for the one without a name."""
+        self.store = store or None
+        self.waits = waits
 
-    def run(self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None) -> Any:
+    def run(
+        self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None, awaited: str = ""
+    ) -> Any:
         """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
 
-        If it fails, the result is what `otherwise` returns, unless that is None.
+        If it fails, the result is what `otherwise` returns, unless that is None. What takes long says on a terminal
+        what it waits for: the server, then what is `awaited` there.
         """
         from ..serving import run_loop
 
         results: list[Any] = []
+        began = time.monotonic()
+        limit = "" if self.timeout < 0 else f" of {self.timeout:g}"
 
-        async def main() -> None:
+        async def main(progress: ProgressLine) -> None:
+            def say(what: str) -> None:
+                progress.describe = lambda: f"waiting for {what} ({time.monotonic() - began:.0f}{limit} s)"
+
+            say(f"{self.address} to accept a connection" if self.store is None else f"the store {self.store!r}")
             async with await self.connect() as store:
+                say(f"{awaited} at {self.address}" if awaited else f"the reply of {self.address}")
                 results.append(await operation(store))
 
         try:
-            run_loop(main())
+            with ProgressLine() as progress:
+                run_loop(main(progress))
         except DistError as error:
             instead = None if otherwise is None else otherwise(error)
             if instead is None:
@@ -102,30 +126,34 @@ class ClientContext:
         from ..client.aio import AsyncTCPStore
         from ..client.credentials import read_token
         from ..client.store_name import StoreName
-        from ..client.tls import ClientTls
 
         token = None if self.token_file is None else read_token(self.token_file).decode()
+        name = None
         if self.store is not None:
             name = StoreName(self.store)
-            name.waits = False
-            tls = ClientTls(self.tls_files) if self.tls else None
-            return AsyncTCPStore(self.host, self.port, self.timeout, token=token, tls=tls, name=name)
-        return await AsyncTCPStore.connect(
-            self.host, self.port, timeout=self.timeout, token=token, tls=self.tls, tls_files=self.tls_files, server=""
-        )
+            name.waits = self.waits
+        try:
+            return await AsyncTCPStore._connect(
+                self.host, self.port, self.timeout, token, self.tls, self.tls_files, name, not self.waits
+            )
+        except ConnectionRefusedError:
+            raise DistNetworkError(
+                f"cannot connect to {self.address}: Connection refused; start a server there, or retry with --wait"
+            ) from None
 
     @contextmanager
     def plain_address(self, key: str = "") -> Iterator[tuple[str, int]]:
         """Yield a host and port for plain connections without tokens: a relay's if one is needed.
 
-        Raises DistError; AccessDeniedError if the token does not allow writing `key`, unless that is empty.
+        What connects there uses the store with a name, if one is used, by that relay too. Raises DistError;
+        AccessDeniedError if the token does not allow writing `key`, unless that is empty.
         """
         from ..client.credentials import find_token, read_token
         from ..relay.process import RelayProcess
         from ..serving import run_loop
 
         token = find_token() if self.token_file is None else read_token(self.token_file)
-        if not token and not self.tls:
+        if not token and not self.tls and self.store is None:
             yield self.host, self.port
             return
 
@@ -136,8 +164,13 @@ class ClientContext:
                     await store.delete_key(key)
 
         run_loop(check())
-        url = str(ServerUrl(self.host, self.port, self.tls))
-        relay = RelayProcess(url, token=token.decode(), files=self.tls_files if self.tls else None, quiet=True)
+        relay = RelayProcess(
+            self.address,
+            token=token.decode(),
+            files=self.tls_files if self.tls else None,
+            quiet=True,
+            store=self.store or "",
+        )
         with closing(relay):
             yield "127.0.0.1", relay.port
 
@@ -201,9 +234,9 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
 
 
 def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
-    """Return the address of an option tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
+    """Return the address of an option HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
     try:
-        return parse_server_url(text, DEFAULT_PORT)
+        return parse_server_url(text if "://" in text else f"tcp://{text}", DEFAULT_PORT)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
 
@@ -258,8 +291,37 @@ token_file_option = click.option(
 )
 
 
+def parse_store(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """Return the name of a store. Raises BadParameter for one that no server takes."""
+    from ..client.store_name import StoreName  # not for the other commands, which have to start fast
+
+    try:
+        return None if text is None else StoreName(text).name
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+keys_store_option = click.option(
+    "--store",
+    envvar="TCPSTORE_STORE",
+    show_envvar=True,
+    metavar="NAME",
+    callback=parse_store,
+    help="Use this named store, as 'tcpstore stores' prints it; '' for the one without a name.",
+)
+"""For what reads or writes keys; its store is that of the context."""
+
+wait_option = click.option(
+    "--wait", is_flag=True, help="Retry a server that refuses connections, and wait for --store, until --timeout."
+)
+"""For what otherwise fails at once; whether it is given is what the context says."""
+
+
 def client_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of all client commands to a command, which gets them as a `ClientContext`."""
+    """Add the options of all client commands to a command, which gets them as a `ClientContext`.
+
+    That has the values of --store and --wait too, if the command has these options.
+    """
 
     def command(
         url: ServerUrl,
@@ -269,9 +331,12 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
         tls_cert: str,
         tls_key: str,
         token_file: str | None,
+        store: str | None = None,
+        wait: bool = True,
         **given: Any,
     ) -> None:
-        function(ClientContext(url, timeout, output, TlsFiles(tls_ca, tls_cert, tls_key), token_file), **given)
+        files = TlsFiles(tls_ca, tls_cert, tls_key)
+        function(ClientContext(url, timeout, output, files, token_file, store, wait), **given)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__

@@ -16,7 +16,7 @@ from ..server.listen_socket import adopt, listen
 from ..web.process import HttpOptions
 from .asking import admin_option, find_admin
 from .context import url_option
-from .listen import log_format_option
+from .listen import log_format_option, log_level_option
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
 
@@ -39,11 +39,11 @@ def parse_address(ctx: click.Context, param: click.Parameter, text: str | None) 
     return Where(host, int(port))
 
 
-def listen_for_http(where: Where, *, same_user: bool, log_format: str) -> HttpOptions:
+def listen_for_http(where: Where, *, same_user: bool, log_format: str, log_level: str) -> HttpOptions:
     """Return how a server answers over HTTP at an address. Raises DistNetworkError if that cannot be had."""
     listener = listen(*where)
     url = f"http://{format_address(*listener.getsockname()[:2])}/"
-    return HttpOptions(listener, url, where.host, same_user, log_format)
+    return HttpOptions(listener, url, where.host, same_user, log_format, log_level)
 
 
 @click.command("http")
@@ -64,13 +64,15 @@ def listen_for_http(where: Where, *, same_user: bool, log_format: str) -> HttpOp
     help="Show keys, hosts and ranks only to processes of this user, or of root, on this host. Linux only.",
 )
 @log_format_option
-@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket (internal).")
-@click.option("--name", default="", help="The host name that the socket of --listen-fd was bound to (internal).")
+@log_level_option
+@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket.", hidden=True)
+@click.option("--name", default="", help="The host name that the socket of --listen-fd was bound to.", hidden=True)
 @click.option(
     "--owner-fd",
     type=click.IntRange(0),
     metavar="FD",
-    help="Ignore signals, and exit when the other end of this pipe or socket is closed (internal).",
+    help="Ignore signals, and exit when the other end of this pipe or socket is closed.",
+    hidden=True,
 )
 def http_command(
     where: Where,
@@ -78,6 +80,7 @@ def http_command(
     url: ServerUrl,
     same_user: bool,
     log_format: str,
+    log_level: str,
     listen_fd: int | None,
     name: str,
     owner_fd: int | None,
@@ -92,7 +95,7 @@ def http_command(
     """
     from ..web.running import run  # not for the other commands, which have to start fast
 
-    log_without_blocking(log_format)
+    log_without_blocking(log_format, log_level)
 
     def announce() -> None:
         if owner_fd is None and not stdout_is_closed():

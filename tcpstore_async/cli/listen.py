@@ -9,7 +9,7 @@ import click
 
 from ..server.backends import DEFAULT_GRACE, LINK_GRACE
 from .seconds import Seconds
-from .stdio import LOG_FORMATS, TEXT
+from .stdio import INFO, LOG_FORMATS, LOG_LEVELS, TEXT
 
 LINGER: Final = 60.0
 """Seconds that `--linger` without a number stands for: a job that restarts is back by then."""
@@ -80,6 +80,13 @@ log_format_option = click.option(
     default=TEXT,
     show_default=True,
     help="Format of the log on standard error; 'json' is one object per line.",
+)
+log_level_option = click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    default=INFO,
+    show_default=True,
+    help="Log what is at least this important.",
 )
 linger_option = click.option(
     "--linger",

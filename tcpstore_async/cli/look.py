@@ -27,7 +27,7 @@ from ..serving import build
 from ..version import VERSION
 from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
 from .client import ping_milliseconds
-from .context import OTHER_SERVER, ClientContext, client_command
+from .context import OTHER_SERVER, ClientContext, client_command, keys_store_option, wait_option
 from .output import escape, print_json, print_result, to_json
 from .seconds import Seconds
 
@@ -52,6 +52,7 @@ def look_at(path: Path, timeout: float | None, *more: str, store: str | None = N
 @click.command()
 @click.option("--local", is_flag=True, help="Describe this installation instead of a server.")
 @admin_option
+@wait_option
 @client_command
 def info(context: ClientContext, local: bool, admin: Path | None) -> None:
     """Print the server's identity, number of keys and latency.
@@ -126,10 +127,11 @@ def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
     show_default=True,
     help="'size' lists the largest values first, with their sizes; only for a server on this machine.",
 )
-@click.option("--store", metavar="NAME", help="List the keys of this named store.")
+@keys_store_option
 @admin_option
+@wait_option
 @client_command
-def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str | None, admin: Path | None) -> None:
+def keys(context: ClientContext, prefix: str, raw: bool, sort: str, admin: Path | None) -> None:
     """List the keys, sorted, one per line.
 
     Control characters in keys are escaped unless --raw is given; bytes that are not UTF-8 are shown as \\xff, for
@@ -137,9 +139,8 @@ def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str |
     that such a byte looks like the four characters \\xff.
     """
     if sort == "size":
-        _keys_by_size(context, prefix, raw, store, admin)
+        _keys_by_size(context, prefix, raw, admin)
         return
-    context.store = store
     found: list[bytes] = context.run(lambda store: store._list_keys_as_bytes())
     names = sorted(name for name in found if name.startswith(os.fsencode(prefix)))
     if context.output == "json":
@@ -148,7 +149,8 @@ def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str |
         print_result(b"\n".join(names) if raw else "\n".join(escape(readable(name)) for name in names))
 
 
-def _keys_by_size(context: ClientContext, prefix: str, raw: bool, store: str | None, admin: Path | None) -> None:
+def _keys_by_size(context: ClientContext, prefix: str, raw: bool, admin: Path | None) -> None:
+    store = context.store
     facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
     found = [(caller_key(one.key), one) for one in facts.keys]
     start = readable(os.fsencode(prefix))
@@ -195,9 +197,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
 @store_option
 @admin_option
 @client_command
-def stat(
-    context: ClientContext, interval: float | None, count: int | None, store: str | None, admin: Path | None
-) -> None:
+def stat(context: ClientContext, interval: float | None, count: int | None, admin: Path | None) -> None:
     """Print one line about what a server on this machine is doing.
 
     The columns, for all stores, are: connections, waiting sessions, commands per second, keys, bytes of the budget in
@@ -206,6 +206,7 @@ def stat(
     """
     wanted = count or (1 if interval is None else None)
     seconds = interval or _FIRST_INTERVAL
+    store = context.store
     look = functools.partial(look_at, store=store)
     columns = _COLUMNS if store is None else _STORE_COLUMNS
     before = asked(context, admin, look).stats
@@ -242,6 +243,7 @@ def store_figures(store: str, now: Interval) -> dict[str, Any]:
     "--count", type=click.IntRange(1), default=100, show_default=True, metavar="N", help="Number of round trips."
 )
 @admin_option
+@wait_option
 @client_command
 def latency(context: ClientContext, count: int, admin: Path | None) -> None:
     """Measure round trips to a server, and show how much of that time the server itself takes.
@@ -324,12 +326,10 @@ def _bars(title: str, times: Histogram) -> Iterable[str]:
     help="Show only every Nth command.",
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N commands.")
-@click.option("--store", metavar="NAME", help="Show only commands in this named store.")
+@store_option
 @admin_option
 @client_command
-def monitor(
-    context: ClientContext, values: bool, every: int, count: int | None, store: str | None, admin: Path | None
-) -> None:
+def monitor(context: ClientContext, values: bool, every: int, count: int | None, admin: Path | None) -> None:
     """Show the commands that a server on this machine executes in all stores, until interrupted.
 
     Tokens are never shown, and values only with --values. The server does not wait for this command: entries that
@@ -339,7 +339,7 @@ def monitor(
 
     def follow(path: Path, timeout: float | None) -> None:
         shown = dropped = 0
-        lines_of_reply = ask(path, ["monitor"], timeout, endless=True, every=every, values=values, store=store)
+        lines_of_reply = ask(path, ["monitor"], timeout, endless=True, every=every, values=values, store=context.store)
         for portion in read_samples(lines_of_reply):
             samples = portion.samples if count is None else portion.samples[: count - shown]
             shown += len(samples)

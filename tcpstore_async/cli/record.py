@@ -29,6 +29,7 @@ from .context import (
     UNREACHABLE,
     ClientContext,
     client_command,
+    keys_store_option,
     parse_url,
     tls_client_options,
 )
@@ -140,6 +141,7 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     help="Speed relative to the recording; 0 for no pauses.",
 )
 @click.option("--summary", is_flag=True, help="Print a summary of the recording instead of replaying it.")
+@keys_store_option
 @client_command
 def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, summary: bool) -> None:
     """Replay a recording against a server and compare the replies.
@@ -154,7 +156,7 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
     first copy uses the recorded keys, and each of the others adds a prefix of its own. Each recorded process counts as
     a rank.
 
-    With a token, or TLS, the connections are made through a relay that is started for them.
+    With a token, TLS or --store, the connections are made through a relay that is started for them.
 
     The replay fails after --timeout seconds without progress. Ctrl-C stops it and prints the results so far.
 

@@ -12,13 +12,12 @@ import click
 
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
-from ..client.store_name import StoreName
 from ..client.tls_settings import wants_tls
 from ..errors import AccessDeniedError, DistError
 from ..secret_files import TlsFiles
 from ..serving import build, run_loop
-from .context import FAILED, NOT_ALLOWED, parse_url, tls_client_options, token_file_option
-from .listen import grace_option, listen_options, log_format_option, write_atomically
+from .context import FAILED, NOT_ALLOWED, parse_store, parse_url, tls_client_options, token_file_option
+from .listen import grace_option, listen_options, log_format_option, log_level_option, write_atomically
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
 
@@ -35,13 +34,6 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
     return urls
 
 
-def _parse_store(ctx: click.Context, param: click.Parameter, text: str) -> str:
-    try:
-        return StoreName(text).name
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
 @click.command("relay")
 @click.option(
     "--upstream",
@@ -53,13 +45,14 @@ def _parse_store(ctx: click.Context, param: click.Parameter, text: str) -> str:
 @tls_client_options
 @listen_options
 @log_format_option
+@log_level_option
 @grace_option
 @token_file_option
 @click.option(
     "--store",
     default="",
     metavar="NAME",
-    callback=_parse_store,
+    callback=parse_store,
     help="Have the ranks use this named store, which must exist.",
 )
 @click.option(
@@ -71,7 +64,8 @@ def _parse_store(ctx: click.Context, param: click.Parameter, text: str) -> str:
     "--owner-fd",
     type=click.IntRange(0),
     metavar="FD",
-    help="Ignore signals, and exit when the other end of this pipe or socket is closed (internal).",
+    help="Ignore signals, and exit when the other end of this pipe or socket is closed.",
+    hidden=True,
 )
 def relay_command(
     upstream: list[ServerUrl],
@@ -80,6 +74,7 @@ def relay_command(
     listen_fd: int | None,
     port_file: Path | None,
     log_format: str,
+    log_level: str,
     grace: float,
     store: str,
     same_user: bool,
@@ -109,7 +104,7 @@ def relay_command(
     """
     from ..relay.running import run  # not for the other commands, which have to start fast
 
-    log_without_blocking(log_format)
+    log_without_blocking(log_format, log_level)
     tls = wants_tls(upstream[0].tls or None)
     files = TlsFiles(tls_ca, tls_cert, tls_key) if tls else None
     servers = [(url.host, url.port) for url in upstream]

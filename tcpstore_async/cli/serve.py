@@ -22,6 +22,7 @@ from .listen import (
     link_grace_option,
     listen_options,
     log_format_option,
+    log_level_option,
     tls_server_options,
     write_atomically,
 )
@@ -83,6 +84,7 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
 @link_grace_option
 @linger_option
 @log_format_option
+@log_level_option
 @tls_server_options
 @click.option(
     "--token-keys",
@@ -136,13 +138,15 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     "--owner-pid",
     type=click.IntRange(1),
     metavar="PID",
-    help="Exit when this parent process exits (internal). Needs --listen-fd and --control-fd.",
+    help="Exit when this parent process exits. Needs --listen-fd and --control-fd.",
+    hidden=True,
 )
 @click.option(
     "--control-fd",
     type=click.IntRange(0),
     metavar="FD",
-    help="Inherited socket to the parent process (internal).",
+    help="Inherited socket to the parent process.",
+    hidden=True,
 )
 @click.option(
     "--limit",
@@ -166,6 +170,7 @@ def serve(
     http: Where | None,
     linger: float | None,
     log_format: str,
+    log_level: str,
     token_keys: Path | None,
     revoked_tokens: Path | None,
     require_auth: str,
@@ -208,7 +213,7 @@ def serve(
             raise click.UsageError("--http cannot be used with --owner-pid: use 'tcpstore http'.")
     if http is not None and admin == "":
         raise click.UsageError("--http needs the admin socket.")
-    log_without_blocking(log_format)
+    log_without_blocking(log_format, log_level)
     tokens = None
     try:
         if token_keys is not None:
@@ -235,7 +240,7 @@ def serve(
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
         if http is not None:
-            page = listen_for_http(http, same_user=require_auth == ALL, log_format=log_format)
+            page = listen_for_http(http, same_user=require_auth == ALL, log_format=log_format, log_level=log_level)
         running = run(
             host,
             port,

@@ -15,6 +15,9 @@ from .output import escape
 
 STANDARD_ERROR: Final = 2
 
+INFO: Final = "info"
+LOG_LEVELS: Final = ("debug", INFO, "warning", "error")
+
 TEXT: Final = "text"
 JSON: Final = "json"
 LOG_FORMATS: Final = (TEXT, JSON)
@@ -42,10 +45,10 @@ def fail(error: Exception, log_format: str, status: int = 1) -> NoReturn:
     raise SystemExit(status) from None
 
 
-def log_without_blocking(log_format: str = TEXT) -> None:
-    """Log to standard error from level INFO on, as text or as one JSON object per line."""
+def log_without_blocking(log_format: str = TEXT, level: str = INFO) -> None:
+    """Log to standard error from a level on, as text or as one JSON object per line."""
     handler = JsonHandler(STANDARD_ERROR) if log_format == JSON else NonBlockingHandler(STANDARD_ERROR)
     handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
-    root.setLevel(logging.INFO)
+    root.setLevel(level.upper())
     root.addHandler(handler)

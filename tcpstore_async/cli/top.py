@@ -56,12 +56,13 @@ _MOST_ROWS: Final = 10
 @store_option
 @admin_option
 @client_command
-def top(context: ClientContext, interval: float, world_size: int | None, store: str | None, admin: Path | None) -> None:
+def top(context: ClientContext, interval: float, world_size: int | None, admin: Path | None) -> None:
     """Show what a server on this machine is doing, until 'q' or Ctrl-C.
 
     Shows who has joined the unnamed store, commands by name, the longest waits and the largest keys in all stores, and
     the oldest named stores; with --store, the same for that store only. With -o json, prints one object and exits.
     """
+    store = context.store
     if context.output == "json":
         print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
         return

@@ -35,14 +35,14 @@ _world_size_option = click.option(
 )
 
 
-def look_in(
-    context: ClientContext, admin: Path | None, parts: list[str], store: str | None = None, drop: str | None = None
-) -> Facts:
-    """Return the facts of the server, or of one store; exit with the right status on failure.
+def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: str | None = None) -> Facts:
+    """Return the facts of the server, or of the context's store; exit with the right status on failure.
 
     With `drop`, the store of that name is ended first.
     """
-    more: dict[str, Any] = {name: value for name, value in (("store", store), ("drop", drop)) if value is not None}
+    more: dict[str, Any] = {
+        name: value for name, value in (("store", context.store), ("drop", drop)) if value is not None
+    }
     return asked(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
 
 
@@ -53,7 +53,7 @@ def look_in(
 @admin_option
 @client_command
 @uncollected()
-def who(context: ClientContext, missing: bool, store: str | None, world_size: int | None, admin: Path | None) -> None:
+def who(context: ClientContext, missing: bool, world_size: int | None, admin: Path | None) -> None:
     """Show which ranks are connected to a server on this machine, and what each is waiting for.
 
     With --missing, show which ranks are missing from initialization and from each barrier and key exchange in progress,
@@ -63,8 +63,8 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
     that they write. Without --store, this shows the ranks in all stores, or with --missing those in the unnamed store.
     """
     parts = ["sessions", "counters", "keys"]
-    facts = look_in(context, admin, parts, store)
-    others = _keep_those_in(facts, store) if missing else []
+    facts = look_in(context, admin, parts)
+    others = _keep_those_in(facts, context.store) if missing else []
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks, awaited(facts))
@@ -84,13 +84,13 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
 @admin_option
 @client_command
 @uncollected()
-def waiters(context: ClientContext, store: str | None, world_size: int | None, admin: Path | None) -> None:
+def waiters(context: ClientContext, world_size: int | None, admin: Path | None) -> None:
     """Show which keys are being waited for, longest wait first, and the most similar existing keys.
 
     A key that will never be written often differs only in a counter or a prefix from the one that other ranks use.
     """
-    facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
-    others = _keep_those_in(facts, store)
+    facts = look_in(context, admin, ["sessions", "counters", "keys"])
+    others = _keep_those_in(facts, context.store)
     found = find_waiting(facts, local_ranks(facts, world_size), awaited(facts))
     _print(context, [_callers_keys(one) for one in found], lambda: [*_waiting_lines(found), *others])
 

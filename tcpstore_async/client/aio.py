@@ -141,11 +141,13 @@ class AsyncTCPStore(AsyncMethods):
         tls: bool,
         tls_files: TlsFiles | None,
         name: StoreName | None,
+        refused_is_final: bool = False,
     ) -> "AsyncTCPStore":
+        """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if nobody listens there."""
         client_tls = ClientTls(tls_files or files_from_environment()) if tls else None
         store = cls(host, port, timeout, token=token, tls=client_tls, name=name)
         try:
-            await store._open_connection()
+            await store._open_connection(refused_is_final)
         except BaseException:
             if store._tls is not None:
                 await store._tls.close()
@@ -710,9 +712,9 @@ class AsyncTCPStore(AsyncMethods):
                 self._opening = _shared(self._open_connection())
             await self._join_task(self._opening, deadline)
 
-    async def _open_connection(self) -> None:
+    async def _open_connection(self, refused_is_final: bool = False) -> None:
         peer, session = await connect(
-            self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
+            self.host, self.port, Deadline(self._timeout), refused_is_final, self._token, self._tls, self._name
         )
         explained = None
         if self._name is not None or self._token:

@@ -3,6 +3,7 @@
 It must not know where such a URL is written down, nor PyTorch's URLs, which have queries (`rendezvous_url.py`).
 """
 
+import re
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,9 +24,17 @@ class ServerUrl(NamedTuple):
         return f"{'tcps' if self.tls else 'tcp'}://{format_address(self.host, self.port)}"
 
 
+def bracket_hint(url: str) -> str:
+    """Return what to say of a URL whose host is an IPv6 address without brackets; nothing of any other."""
+    scheme, _, rest = url.partition("://")
+    host, _, port = re.split("[/?]", rest, maxsplit=1)[0].rpartition(":")
+    wrong = host.count(":") > 1 and "[" not in host
+    return f"; write an IPv6 address in brackets, as in {scheme}://[{host}]:{port}" if wrong else ""
+
+
 def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:
     """Return the address. The port may be left out only if there is a default. Raises ValueError for another URL."""
-    wrong = ValueError(f"{url!r} is not of the form {FORM}")
+    wrong = ValueError(f"{url!r} is not of the form {FORM}{bracket_hint(url)}")
     try:
         parts = urlsplit(url)
         port = default_port if parts.port is None else parts.port

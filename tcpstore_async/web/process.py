@@ -34,6 +34,7 @@ class HttpOptions(NamedTuple):
     same_user: bool = False
     """Whether only processes of this user, and root's, see what names keys or hosts."""
     log_format: str = "text"
+    log_level: str = "info"
 
 
 @asynccontextmanager
@@ -45,6 +46,7 @@ async def http_process(admin: str, options: HttpOptions) -> AsyncIterator[None]:
     listener = options.listener
     command = [sys.executable, "-m", "tcpstore_async", "http", "--admin", admin, "--owner-fd", "0"]
     command += ["--listen-fd", str(listener.fileno()), "--log-format", options.log_format, "--name", options.name]
+    command += ["--log-level", options.log_level]
     command += ["--same-user"] if options.same_user else []
     # It ends when its standard input does: when this process has closed it, or has ended.
     end, stdin = socket.socketpair()

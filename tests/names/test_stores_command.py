@@ -76,6 +76,82 @@ def test_a_dropped_store(server: Server, owner: TCPStore) -> None:
     assert "there is no store 'node7:4711'" in done.stderr
 
 
+def test_keys_of_a_store(server: Server, owner: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an option, and by a variable, which an empty option overrules."""
+    named = ["--store", "node7:4711"]
+    assert run_command(server, "get", "key", *named).stdout == "value"
+    assert run_command(server, "set", "k", "v", *named).exit_code == 0
+    assert owner.get("k") == b"v"
+    monkeypatch.setenv("TCPSTORE_STORE", "node7:4711")
+    assert run_command(server, "append", "k", "w").exit_code == 0
+    assert owner.get("k") == b"vw"
+    assert run_command(server, "add", "n", "2").stdout == "2\n"
+    assert run_command(server, "compare-set", "k", "vw", "x").stdout == "x"
+    assert run_command(server, "wait", "k", "n").exit_code == 0
+    assert run_command(server, "check", "k", "n").exit_code == 0
+    assert run_command(server, "check", "k", "--store", "").exit_code == 1
+    assert run_command(server, "queue", "push", "q", "item").exit_code == 0
+    assert run_command(server, "queue", "len", "q").stdout == "1\n"
+    assert owner.queue_pop("q") == b"item"
+    assert run_command(server, "barrier", "b", "--world-size", "1").exit_code == 0
+    assert run_command(server, "keys").stdout == "b\nk\nkey\nn\n"
+    assert run_command(server, "keys", "--store", "").stdout == ""
+    assert run_command(server, "num-keys").stdout == f"{owner.num_keys()}\n"
+    assert run_command(server, "delete", "k").exit_code == 0
+    assert not owner.check(["k"])
+    assert json.loads(run_command(server, "who", "-o", "json").stdout)[0]["store"] == "node7:4711"  # shows all stores
+
+
+def test_a_token_for_a_store(sockets: Path, tmp_path: Path) -> None:
+    keys, token = tmp_path / "keys", tmp_path / "token"
+    keys.write_text("a:a-secret-that-is-long-enough\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
+        made = [
+            run_command(None, "token", "create", "--token-keys", str(keys), *words).stdout.strip()
+            for words in (["--store", "node7:4711"], ["--rights", "admin"])
+        ]
+        token.write_text(made[0])
+        url = f"tcp://127.0.0.1:{server.port}"
+        with TCPStore("node7", 4711, 1, True, LIMIT, server=url, token=made[1]) as owner:
+            owner.set("key", "value")
+            words = ["get", "key", "--token-file", str(token)]
+            assert run_command(server, *words, "--store", "node7:4711").stdout == "value"
+            assert run_command(server, *words).exit_code == 5
+
+
+def test_traffic_in_a_store(server: Server, owner: TCPStore) -> None:
+    """Through a relay, because what makes it knows no stores."""
+    words = ["bench", "--ranks", "2", "--requests", "20", "--ops", "set", "--store", "node7:4711"]
+    done = run_command(server, *words, "-o", "json", "--timeout", str(LIMIT))
+    assert json.loads(done.stdout)["complete"], done.output
+    look = look_at(Path(json.loads(server.ready)["admin"]), LIMIT, store="node7:4711")
+    assert look.stats.commands["SET"] >= 20
+
+
+def test_a_store_that_is_not_there(server: Server) -> None:
+    """What waits for its server waits for its store."""
+    named = ["--store", "none:1"]
+    for words in (["keys"], ["num-keys"], ["check", "k"]):
+        done = run_command(server, *words, *named, "--timeout", "-1")
+        assert (done.exit_code, "there is no store 'none:1'" in done.stderr) == (1, True), done.output
+    for words in (["get", "k"], ["keys", "--wait"]):
+        done = run_command(server, *words, *named, "--timeout", "0.3")
+        assert (done.exit_code, "the store 'none:1' has not been created there" in done.stderr) == (4, True)
+    done = run_command(server, "get", "k", "--store", "x" * 2000)
+    assert (done.exit_code, "is too long for the name of a store" in done.output) == (2, True)
+
+
+def test_a_command_waits_for_a_store(server: Server) -> None:
+    found: list[Result] = []
+    words = ["get", "k", "--store", "later:1", "--timeout", str(LIMIT)]
+    waiting = threading.Thread(target=lambda: found.append(run_command(server, *words)))
+    waiting.start()
+    with TCPStore("later", 1, 1, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as store:
+        store.set("k", "v")
+        waiting.join(LIMIT)
+    assert found[0].stdout == "v"
+
+
 def test_who_is_in_which_store(server: Server, owner: TCPStore) -> None:
     with TCPStore("127.0.0.1", server.port, timeout=LIMIT, server="") as nameless:
         nameless.set("k", "v")

@@ -22,6 +22,7 @@ from tcpstore_async.cli.listen import write_atomically
 from tcpstore_async.server.admin_path import find
 from tcpstore_async.serving import build
 from tcpstore_async.session.link_client import ClientLink
+from web.requests import until
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 
@@ -401,3 +402,23 @@ def test_who_does_not_wait_for_imports_of_other_commands() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_log_level() -> None:
+    """Of the server, and of its HTTP process."""
+    with tcpstore_server("--log-level", "warning", "--http", "0.0.0.0:0") as server:
+        until(lambda: "is reachable from other hosts" in server.log())
+        assert server.stop(signal.SIGTERM) == 0
+        lines = server.log().splitlines()
+    assert all(" WARNING " in line for line in lines), lines
+
+
+def test_options_of_other_processes_are_hidden() -> None:
+    for command, hidden in (
+        ("serve", ["--owner-pid", "--control-fd"]),
+        ("relay", ["--owner-fd"]),
+        ("http", ["--owner-fd", "--listen-fd", "--name"]),
+    ):
+        text = CliRunner().invoke(main, [command, "--help"]).stdout
+        assert "internal" not in text
+        assert not [name for name in hidden if f"{name} " in text]

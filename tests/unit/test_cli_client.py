@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +18,7 @@ from click.testing import CliRunner
 import support
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.cli import main
+from tcpstore_async.version import VERSION
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -166,3 +170,105 @@ def test_bash_completes_commands() -> None:
         check=False,
     )
     assert done.stdout == b"check\n", done.stderr
+
+
+def test_several_keys_are_deleted(backend: tuple[str, Run]) -> None:
+    _, run = backend
+    for key in ("job/1", "job/2", "job/3", "jo", "other"):
+        assert run("set", key, "x").returncode == 0
+    done = run("delete", "jo", "other", "gone")
+    assert (done.returncode, done.stdout) == (1, b"2\n")  # one of them did not exist
+    done = run("delete", "job/1", "job/2", "-o", "json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"deleted": 2})
+    assert run("check", "job/3").returncode == 0
+    assert json.loads(run("delete", "job/3", "-o", "json").stdout) == {"deleted": True}
+
+
+def test_keys_of_a_prefix_are_deleted(backend: tuple[str, Run]) -> None:
+    _, run = backend
+    for key in ("run7/1", "run7/2", "run8/1"):
+        assert run("set", key, "x").returncode == 0
+    done = run("delete", "--prefix", "run7/")
+    assert (done.returncode, done.stdout) == (0, b"2\n")
+    assert run("keys", "--prefix", "run").stdout == b"run8/1\n"
+    assert run("delete", "--prefix", "run7/").stdout == b"0\n"
+    assert run("delete", "run8/1").returncode == 0
+
+
+def test_what_delete_refuses() -> None:
+    for words in ([], ["a", "--prefix", "b"], ["--prefix", ""]):
+        assert tcpstore("delete", *words).returncode == 2
+    assert b"it is empty, and would delete all keys" in tcpstore("delete", "--prefix", "").stderr
+
+
+AT_ONCE = (["ping"], ["info"], ["keys"], ["num-keys"], ["check", "a"], ["latency"])
+
+
+def test_who_operates_a_server_learns_at_once_that_there_is_none() -> None:
+    """Without a limit of time: these would try forever."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        for words in AT_ONCE:
+            done = tcpstore(*words, "--url", address, "--timeout", "-1")
+            error = f"Error: cannot connect to tcp://{address}: Connection refused; start a server there, or retry"
+            assert (done.returncode, done.stderr) == (4, f"{error} with --wait\n".encode()), words
+            done = tcpstore(*words, "--url", address, "--timeout", "0.1", "--wait")
+            assert (done.returncode, b"Gave up after 0.1 s" in done.stderr) == (4, True)
+
+
+def test_a_command_waits_for_a_server() -> None:
+    port = support.free_port()
+    found: list[subprocess.CompletedProcess[bytes]] = []
+    words = ("ping", "--wait", "--timeout", str(LIMIT))
+    waiting = threading.Thread(target=lambda: found.append(in_this_process(*words, url=f"127.0.0.1:{port}")))
+    waiting.start()
+    with support.listening(["serve", "--port", str(port)]):
+        waiting.join(LIMIT)
+        assert found[0].returncode == 0, found
+
+
+@pytest.mark.parametrize(
+    ("words", "awaited"),
+    [
+        (["get", "never"], "the key 'never' at "),
+        (["wait", "never", "x"], "2 keys, 'never' and others at "),
+        (["queue", "pop", "never"], "an item of the queue 'never' at "),
+        (["barrier", "b", "--world-size", "2"], "2 callers at 'b' at "),
+        (["get", "x", "--store", "none:1"], "the store 'none:1' ("),
+    ],
+)
+def test_what_a_command_waits_for_is_said_on_a_terminal(words: list[str], awaited: str) -> None:
+    with tcpstore_server() as server:
+        command = [sys.executable, "-m", "tcpstore_async", *words, "--url", f"127.0.0.1:{server.port}"]
+        mine, theirs = pty.openpty()
+        try:
+            with subprocess.Popen(
+                [*command, "--timeout", str(LIMIT)], stderr=theirs, stdout=subprocess.PIPE
+            ) as process:
+                os.close(theirs)
+                said = b""
+                while f"waiting for {awaited}" not in said.decode():
+                    assert select.select([mine], [], [], LIMIT)[0], said
+                    said += os.read(mine, 4096)
+                process.kill()
+        finally:
+            os.close(mine)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "tcp://127.0.0.1:{}", "[::1]:{}", "localhost:{}"])
+def test_addresses(address: str) -> None:
+    with tcpstore_server("--host", "::") as server:
+        assert tcpstore("ping", "--url", address.format(server.port)).returncode == 0
+
+
+def test_an_address_that_is_none() -> None:
+    for address in ("::1:29500", "tcp://::1:29500"):
+        done = tcpstore("ping", "--url", address)
+        assert done.returncode == 2
+        assert done.stderr.endswith(b"write an IPv6 address in brackets, as in tcp://[::1]:29500\n"), done.stderr
+
+
+def test_version() -> None:
+    for option in ("-V", "--version"):
+        assert tcpstore(option).stdout.endswith(f", version {VERSION}\n".encode())
