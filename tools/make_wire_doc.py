@@ -165,8 +165,8 @@ is free at once, and the next store of that name is empty.
 
 If there is no store of the name, the one is entered that is found at the `addresses` of the request, if there is just
 one: an address at which several are found counts for none. The reply then has `store`, its name. A token for one store
-finds no other. A client asks with `wait` 0 first, and looks the host up if there is no store of that name; then it sends
-`addresses`, and waits. Servers that do not know this item ignore it.
+finds no other. A client asks with `wait` 0 first, and looks the host up if there is no store of that name; then it
+sends `addresses`, and waits. Servers that do not know this item ignore it.
 
 A store gets its port when the first client asks for one: the server listens there, on the address that it listens on,
 until the store ends. A connection that comes to that port is in the store from the beginning, as if it had sent ENTER
