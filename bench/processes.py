@@ -44,7 +44,7 @@ CHILD = (sys.executable, "-W", "ignore", "-m", "bench.processes")
 
 def chosen_build() -> Path:
     """Return `build/compiled`, or the checkout if BENCH_BUILD=interpreted or the build is missing or stale."""
-    if os.environ.get("BENCH_BUILD") == "interpreted" or not list(COMPILED.glob("*.so")):
+    if os.environ.get("BENCH_BUILD") == "interpreted" or not is_compiled(COMPILED):
         return ROOT
     if _up_to_date():
         return COMPILED
@@ -62,6 +62,39 @@ def _up_to_date() -> bool:
         return all(source.stat().st_mtime <= made for source in sources)
     except OSError:
         return False
+
+
+def is_compiled(tree: Path) -> bool:
+    return bool(list(tree.glob("*.so")))
+
+
+def tree_of(name: str) -> Path:
+    """Return the folder of a build: `name` is that folder, or a git revision, which is compiled unless it has been.
+
+    Raises ValueError if it is neither, and CalledProcessError if it cannot be compiled.
+    """
+    folder = Path(name).resolve()
+    if (folder / "tcpstore_async" / "__init__.py").is_file():
+        return folder
+    git = ["git", "-C", str(ROOT)]
+    asked = [*git, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    commit = subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if not commit:
+        raise ValueError(f"{name}: neither a folder with the package nor a git revision")
+    tree = ROOT / "build" / "against" / commit
+    if tree.exists():
+        return tree
+    print(f"compiling {name} into {tree}", file=sys.stderr)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as workplace:
+        source, made = Path(workplace, "source"), Path(workplace, "made")
+        source.mkdir()
+        archive = subprocess.run([*git, "archive", commit], stdout=subprocess.PIPE, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", source], input=archive, check=True)
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(made), str(source)]
+        subprocess.run(pip, env={**os.environ, "TCPSTORE_PURE": "0"}, check=True)
+        made.rename(tree)
+    return tree
 
 
 def use_build() -> None:

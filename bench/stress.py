@@ -55,21 +55,11 @@ from bench import processes
 from bench.compare import Server, run_job
 
 HOST = "127.0.0.1"
-FIRST_PORT = 21_500
 TIMEOUT = 120.0
 HANDSHAKE = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 MIB = 1 << 20
 MIN_CHURN = 450
 """Connections a second without which a measurement means nothing."""
-
-
-@contextmanager
-def running(command: str, port: int) -> Iterator[Server]:
-    server = Server("server", command, port)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def generate(generator: Path, server: Server, arguments: str) -> dict[str, Any]:
@@ -94,9 +84,9 @@ def counters() -> dict[str, int]:
     return {name: found[name] for name in wanted}
 
 
-def at_once(command: str, generator: Path, count: int, port: int) -> bool:
+def at_once(command: str, generator: Path, count: int) -> bool:
     """Open all connections at once on a new server."""
-    with running(command, port) as server:
+    with Server("server", command) as server:
         before = counters()
         record = generate(generator, server, f"-n {count} -c 0 -m init")
         changed = {name: value - before[name] for name, value in counters().items()}
@@ -108,12 +98,12 @@ def at_once(command: str, generator: Path, count: int, port: int) -> bool:
     return not (changed["TcpRetransSegs"] or changed["TcpExtListenOverflows"] or changed["TcpExtListenDrops"])
 
 
-def held(command: str, generator: Path, count: int, port: int) -> bool:
+def held(command: str, generator: Path, count: int) -> bool:
     """Hold connections, count them from outside, and measure the CPU that their end costs."""
-    with running(command, port) as server:
+    with Server("server", command) as server:
         pid = server.process.pid
         load = subprocess.Popen(
-            ["taskset", "-c", "1", generator, "-p", str(port), "-n", str(count), "-c", "512", "-m", "init,hold"],
+            ["taskset", "-c", "1", generator, "-p", str(server.port), "-n", str(count), "-c", "512", "-m", "init,hold"],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -142,10 +132,9 @@ def held(command: str, generator: Path, count: int, port: int) -> bool:
 
 def thundering_herd(options: argparse.Namespace) -> bool:
     processes.enter_namespace()
-    generator, port = processes.load_generator(), FIRST_PORT
-    good = [at_once(options.server, generator, options.at_once, port + run) for run in range(options.runs)]
-    for number, count in enumerate((1000, options.held), options.runs):
-        good.append(held(options.server, generator, count, port + number))
+    generator = processes.load_generator()
+    good = [at_once(options.server, generator, options.at_once) for _ in range(options.runs)]
+    good += [held(options.server, generator, count) for count in (1000, options.held)]
     return all(good)
 
 
@@ -258,7 +247,7 @@ def misbehaving(options: argparse.Namespace) -> bool:
     def load(seconds: float) -> dict[str, Any]:
         return generate(generator, server, f"-n 64 -t {seconds} -w 0.2 -m add")
 
-    with running(options.server, FIRST_PORT) as server:
+    with Server("server", options.server) as server:
         with _connect(server.port) as peer:  # for `deaf`
             peer.sendall(HANDSHAKE + b"\x01" + _encoded(b"/large") + _encoded(bytes(MIB)) + b"\x0dping")
             peer.recv(4, socket.MSG_WAITALL)
@@ -366,8 +355,8 @@ def looking(options: argparse.Namespace) -> bool:
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         looked_at, idle = Path(folder) / "admin", Path(folder) / "idle"
-        server = stack.enter_context(running(f"{options.server} --admin {looked_at}", FIRST_PORT))
-        stack.enter_context(running(f"{options.server} --admin {idle}", FIRST_PORT + 1))
+        server = stack.enter_context(Server("server", f"{options.server} --admin {looked_at}"))
+        stack.enter_context(Server("server", f"{options.server} --admin {idle}"))
         others = f"-p {server.port} -n {options.clients - options.busy} -c 512 -k 100 -m init,park,hold"
         held = subprocess.Popen(
             ["taskset", "-c", "1", str(generator), *others.split()],

@@ -59,6 +59,38 @@ def test_the_same_server_twice_is_reported_as_a_ratio() -> None:
     assert "x " in done.stdout
 
 
+def test_a_server_that_is_stopped_until_all_have_connected() -> None:
+    done = compare("--server", f"ours={SERVER}", "saturated: -n 100 -S -m init")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saturated | init" in done.stdout
+
+
+def test_a_build_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_BUILD", "interpreted")
+    done = compare("--against", str(ROOT), "busy: join 2 2")  # has no row that is judged, and might be slower by chance
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "nothing is slower"
+    assert "before" in done.stdout
+    assert "now" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "give --server or --against"),
+        (["--against", "no-such-revision"], "neither a folder with the package nor a git revision"),
+        (["--against", str(ROOT), "--base", "libuv"], "--base cannot be used with --against"),
+        (["--server", f"ours={SERVER}", "--server", "ours=true"], "there are two servers of that name"),
+        (["--server", "ours"], "expected NAME=COMMAND, libuv or legacy"),
+    ],
+)
+def test_what_cannot_be_compared(words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_BUILD", "interpreted")
+    done = compare(*words)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
 @pytest.mark.parametrize("modes", ["wake", "park,readywait"])
 def test_only_parked_ranks_are_woken(modes: str) -> None:
     done = compare("--server", f"ours={SERVER}", f"ids: -n 4 -k 2 -m {modes}")
