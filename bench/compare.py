@@ -52,7 +52,7 @@ BEFORE: Final = "before"
 """The builds of --against."""
 
 BOUND: Final = 1.02
-"""A median up to this is not worth a name: builds of the same source differ by as much in where their code lies."""
+"""A median up to this is not called slower: it may be due to where the compiler has put the code."""
 REPS: Final = 5
 REPS_JUDGED: Final = 11
 REPS_AGAIN: Final = 25
