@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
-from .errors import LimitError, ProtocolError, counted
+from .accounts import Account
+from .errors import LimitError, NotAllowedError, ProtocolError, counted
 from .incremental import DeferredWork, UnparkFirst
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
@@ -72,7 +73,9 @@ def _texts(names: list[bytes]) -> list[str]:
 class Ended:
     """A job that has ended successfully."""
 
-    def __init__(self, at: float, names: list[bytes]) -> None:
+    def __init__(self, at: float, names: list[bytes], account: Account | None) -> None:
+        self.account = account
+        """That of the agent that has said so; None if nothing is counted for it."""
         self.at = at
         """In seconds of the server's clock."""
         self.count: int = len(names)
@@ -227,11 +230,11 @@ class AgentRegistry(SharedRequests):
             self._forget_end(key)
         elif not rounds.closed and rounds.is_intact():
             self._forget_old_ends()
-            ended = Ended(self._now(), rounds.group.names)
+            ended = Ended(self._now(), rounds.group.names, self.account)
             size = len(key) + ended.cost()
             try:
-                self._grow(size)
-            except LimitError:
+                self._make_room(size)
+            except (LimitError, NotAllowedError):
                 return  # closing must not fail for want of memory
             self.ended[key] = ended
             self.size += size
@@ -239,7 +242,9 @@ class AgentRegistry(SharedRequests):
     def _forget_end(self, key: bytes) -> None:
         ended = self.ended.pop(key, None)
         if ended is not None:
+            before = self.charge(ended.account)
             self.size -= len(key) + ended.cost()
+            self.charge(before)
 
     def _forget_old_ends(self) -> None:
         """Forget the jobs that ended too long ago, and make room for one more."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tcpstore_async.access import Access
+from tcpstore_async.agents import ENDED_BYTES
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
 from tcpstore_async.rounds import AGENT_BYTES, ROUNDS_BYTES
@@ -18,8 +19,9 @@ from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import CHUNKED_BYTES, COUNTER_SIZE, GROWING_BYTES, PREFIX
 
-from .fleet import HANDSHAKE, Command, Connection, Difference, Fleet, Step, random_command
+from .fleet import AGENTS, HANDSHAKE, STEP_SECONDS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed, Model, Peer
+from .rounds_model import Meeting, Member
 from .stepped import SteppedFleet
 
 PREFIXES = ("a/", "b/")
@@ -65,6 +67,7 @@ class LimitedModel(Model):
             meeting = self.meetings[key]
             kept = {*meeting.members, *(meeting.ranks or ())}
             size += len(key) + ROUNDS_BYTES + sum(AGENT_BYTES + len(member.name) for member in kept)
+        size += sum(len(key) + ENDED_BYTES + sum(map(len, self.ended[key][1][:16])) for key in inside(self.ended))
         return len(values) + len(queues), size
 
     # What a command adds
@@ -173,6 +176,14 @@ class LimitedModel(Model):
         self.forms.pop(key, None)
         return super().delete_key(peer, key)
 
+    def note_end(self, key: bytes, meeting: Meeting, member: Member | None, succeeded: bool) -> None:
+        before = self.ended.get(key)
+        super().note_end(key, meeting, member, succeeded)
+        if self.ended.get(key) is not before:
+            for prefix, (_, most_bytes) in self.limits.items():
+                if key.startswith(prefix) and self.measure(prefix)[1] > most_bytes:
+                    self.ended.pop(key, None)  # nothing is remembered that there is no room for
+
 
 def compare_usage(engine: Engine, model: LimitedModel) -> None:
     """Check that what is counted for each token is what there is. Raises Difference."""
@@ -196,6 +207,7 @@ class LimitedFleet(Fleet):
         ]
         limits = {b"/" + prefix.encode(): (most_keys, most_bytes) for prefix in PREFIXES}
         self.model = self.limited = LimitedModel(limits)
+        self.model.now = lambda: self.now
         self.engine.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
@@ -223,6 +235,7 @@ class LimitedSteppedFleet(SteppedFleet):
         super().__init__(slots, portion)
         self.accesses = [Access(f"t-{prefix}", prefix=prefix, max_bytes=NO_LIMIT) for prefix in PREFIXES]
         self.model = self.limited = LimitedModel({}, portion)
+        self.model.now = self.engine.keyspace.clock = lambda: self.now
         self.engine.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
@@ -252,10 +265,21 @@ def pools(rng: random.Random, often: Sequence[str] = (), count: int = 120) -> li
     weights = [weight * rng.choice([0.1, 1, 1, 4]) + 20 * (name in often) for name, weight in WEIGHTS.items()]
     names = rng.sample([b"k", b"q", b"n", b"long" * 20, b"", b"r"], 6 if often else rng.choice([2, 3, 5]))
     kinds = rng.choices(list(WEIGHTS), weights, k=count)
-    return [
-        [random_command(rng, [b"/" + prefix.encode() + name for name in names], kind) for kind in kinds]
-        for prefix in PREFIXES
-    ]
+    ends = rng.choice([0, 0, count // 3])
+    chosen = []
+    for prefix in PREFIXES:
+        keys = [b"/" + prefix.encode() + name for name in names]
+        commands = [random_command(rng, keys, kind) for kind in kinds]
+        chosen.append(commands + [ending_command(rng, rng.choice(keys[:2])) for _ in range(ends)])
+    return chosen
+
+
+def ending_command(rng: random.Random, key: bytes) -> Command:
+    """Return a command of an agent that is alone, whose job ends and is forgotten."""
+    name = rng.choice(AGENTS)
+    meet = Command("meet", key, name, 1, 1, rng.choice([-1, 0, 1]))
+    close = Command("attend", key, name, 3, rng.choice([1, 1, 1, 0]))
+    return rng.choice([meet, meet, close, Command("delete_key", key), Command("attend", key, name, 4, 0)])
 
 
 def run(seed: int, steps: int = 150) -> int:
@@ -302,6 +326,7 @@ def run_stepped(rng: random.Random, steps: int) -> int:
     chosen = [[command for command in pool if command.name != "append"] for pool in pools(rng, often)]
     hasty = 0.8 if often else 0.3
     for number in range(steps):
+        fleet.now += STEP_SECONDS
         slot = rng.randrange(len(fleet.connections))
         if rng.random() < 0.6:
             fleet.turn(slot)

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from tcpstore_async.accounts import Usage
+from tcpstore_async.agents import AgentRegistry
 from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.pool import TCPClient
@@ -428,6 +429,13 @@ NAMED: dict[str, Plant] = {
 
 # What tokens with limits are charged for, for `tokens`
 
+
+def _forget_end(registry: AgentRegistry, key: bytes) -> None:
+    ended = registry.ended.pop(key, None)
+    if ended is not None:
+        registry.size -= len(key) + ended.cost()
+
+
 LIMITED: dict[str, Plant] = {
     "what ends with a connection counts for no token": (ServerSession, "account", _instead(lambda session: None)),
     "what a command does in a later step counts for no token": (
@@ -436,6 +444,7 @@ LIMITED: dict[str, Plant] = {
         _instead(lambda session, command, account: command.step(session.engine.keyspace.portion)),
     ),
     "limits of tokens are not checked": (Usage, "demand", _instead(lambda usage, keys, size: None)),
+    "a job that is forgotten counts for whoever forgets it": (AgentRegistry, "_forget_end", _instead(_forget_end)),
 }
 
 

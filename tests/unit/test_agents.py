@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tcpstore_async.accounts import Account, Usage
 from tcpstore_async.agents import CLOSE, DESCRIBE, LOOK, MOST_NAMED, MOST_REMEMBERED, REMEMBERED_SECONDS, SUCCEEDED
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
@@ -182,3 +183,32 @@ def test_a_full_store_closes_rounds_without_remembering_it() -> None:
     job.keyspace.attend(job.agents[b"joba"], b"job", pack(b"a"), CLOSE, SUCCEEDED)
     assert job.keyspace.rounds[b"job"].closed
     assert job.ended() is None
+
+
+def test_what_is_remembered_counts_for_whoever_said_so_until_it_is_forgotten() -> None:
+    job = Job()
+    said, forgets = Usage("one", 0, 0), Usage("other", 0, 0)
+    job.keyspace.charge(Account(said))
+    job.meet(b"a")
+    before = job.keyspace.size
+    job.close(b"a", SUCCEEDED)
+    job.keyspace.charge(None)
+    assert (said.bytes, job.keyspace.size > before) == (job.keyspace.size, True)
+    job.now += REMEMBERED_SECONDS
+    job.keyspace.charge(Account(forgets))
+    job.meet(b"b", key=b"other job")
+    job.close(b"b", SUCCEEDED, b"other job")
+    job.keyspace.charge(None)
+    assert list(job.keyspace.ended) == [b"other job"]
+    assert (said.bytes, said.bytes + forgets.bytes) == (before, job.keyspace.size)
+
+
+def test_a_token_at_its_limit_closes_rounds_without_remembering_it() -> None:
+    job = Job()
+    job.meet(b"a")
+    usage = Usage("one", 0, 1000)
+    job.keyspace.charge(Account(usage))
+    job.close(b"a", SUCCEEDED)
+    job.keyspace.charge(None)
+    assert job.keyspace.rounds[b"job"].closed
+    assert (job.ended(), usage.bytes) == (None, 0)
