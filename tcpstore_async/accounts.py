@@ -61,6 +61,10 @@ class Account:
         self.usage.keys += keys
         self.usage.bytes += size
 
+    def bound(self, keys: int, size: int) -> None:
+        """Count no more than what the whole store holds: others may have deleted what they had stored."""
+        self.add(min(0, keys - self.keys), min(0, size - self.bytes))
+
     def close(self) -> None:
         """Count nothing any more: the store has ended."""
         self.add(-self.keys, -self.bytes)

@@ -10,6 +10,11 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def unbracketed(host: str) -> str:
+    """Return an IPv6 address without the brackets that it has in URLs; any other host as it is."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") and ":" in host else host
+
+
 def unmapped(host: str) -> str:
     """Return the IPv4 address that a socket for both families shows as an IPv6 address; any other as it is."""
     return host[len(_MAPPED) :] if host.startswith(_MAPPED) and "." in host else host

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Final
 
+from .addresses import unbracketed
 from .errors import DistStoreError
 
 Text = str | bytes | bytearray
@@ -120,11 +121,12 @@ def to_bool(name: str, value: object) -> bool:
 
 
 def to_host(name: str, value: object) -> str:
+    """Return a host, an IPv6 address without the brackets of URLs."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     if "\0" in value:
         raise ValueError(f"{name} must not contain NUL")
-    return value
+    return unbracketed(value)
 
 
 def to_port(name: str, value: object) -> int:

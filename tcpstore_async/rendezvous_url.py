@@ -12,6 +12,8 @@ from numbers import Integral
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import ParseResult, quote, urlparse, urlunparse
 
+from .addresses import unbracketed
+from .client.server_url import bracket_hint
 from .coercion import Timeout
 from .stores.base import Store
 from .stores.file import FileStore
@@ -107,13 +109,20 @@ def read_tcp(url: str) -> Place:
     tcps:// is the same with TLS.
     """
     parts = urlparse(url)
-    if parts.port is None:
+    try:
+        port = parts.port
+    except ValueError as error:
+        hint = bracket_hint(url)
+        if not hint:
+            raise
+        raise _error("tcp", f"{error}{hint}") from None
+    if port is None:
         raise _error("tcp", "port number missing")
     query = _query(parts.query)
     rank, world_size = _ranks(query, "tcp")
     if parts.hostname is None:
         raise AssertionError("hostname cannot be None")
-    place = _place(parts.hostname, parts.port, rank, world_size, query)
+    place = _place(parts.hostname, port, rank, world_size, query)
     return place._replace(tls=True) if parts.scheme == "tcps" else place
 
 
@@ -125,7 +134,7 @@ def read_env(url: str) -> Place:
     query = _query(urlparse(url).query)
     rank = int(query["rank"]) if "rank" in query else _number("RANK")
     world_size = int(query["world_size"]) if "world_size" in query else _number("WORLD_SIZE")
-    host, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
+    host, port = unbracketed(_variable("MASTER_ADDR")), _number("MASTER_PORT")
     if port not in range(65536):
         raise ValueError(f"port must have value from 0 to 65535 but was {port}. Check MASTER_PORT.")
     return _place(host, port, rank, world_size, query)
@@ -204,7 +213,7 @@ def _is_agent_address(host: str, port: int) -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    return (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return (host, str(port)) == (unbracketed(os.environ.get("MASTER_ADDR", "")), os.environ.get("MASTER_PORT"))
 
 
 def _job_prefix() -> str:

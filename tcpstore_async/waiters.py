@@ -201,9 +201,13 @@ class WaiterRegistry:
 
     def _make_room(self, growth: int, keys: int = 0) -> None:
         """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
-        if self.account is not None:
+        account = self.account
+        if account is not None:
             keys += self.count_keys() - self._keys_before
-            self.account.usage.demand(keys, growth + self.size - self.parked - self._stored_before)
+            size = growth + self.size - self.parked - self._stored_before
+            if not account.usage.allows(keys, size):
+                account.bound(self._keys_before, self._stored_before)
+                account.usage.demand(keys, size)
         self._grow(growth)
 
     def charge(self, account: Account | None) -> Account | None:
@@ -639,9 +643,7 @@ class WaiterRegistry:
         if ended == AWAITING_VALUE:
             waiter.fire(self.reply_value(key))
             return
-        before = self.account
-        if before is None:  # else it counts for whose command this is
-            self.charge(waiter.account())
+        before = self.charge(waiter.account())  # whose lease it is, and for whom it ends
         length, item = self.lease(waiter, key, waiter.number)
         self.charge(before)
         waiter.grant(length, item)

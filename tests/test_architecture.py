@@ -39,6 +39,7 @@ KNOWS_TIME = {"deadline"}
 SAME_LAYER = {
     ("keyspace", "joins"),
     ("coercion", "errors"),
+    ("coercion", "addresses"),
     ("values", "errors"),
     ("limits", "errors"),
     ("keys", "coercion"),

@@ -94,7 +94,12 @@ def render(run: Run, images: dict[str, str]) -> str:
 
 
 def _head(run: Run, images: dict[str, str]) -> str:
-    text = ["# The scale benchmark", "", f"`{run.command}`, began {run.began}, took {_duration(run.seconds)}.", ""]
+    text = [
+        "# Results of the scale benchmark",
+        "",
+        f"`{run.command}`, began {run.began}, took {_duration(run.seconds)}.",
+        "",
+    ]
     if not run.complete:
         text += ["**This run is not complete**: it was stopped or failed; this is what was measured.", ""]
     if not run.samples:

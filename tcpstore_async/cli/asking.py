@@ -1,4 +1,4 @@
-"""What commands that query a local server over its admin socket have in common: options, errors, units.
+"""What commands that query a server over its admin socket have in common: options, errors, units.
 
 Knows where the socket is, and exit statuses. Must not know what a reply means.
 """
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import click
 
-from ..client.admin import is_local
-from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..client.admin import Where, is_local
+from ..errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
 from ..server import admin_path
 from .context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext, parse_store
 
@@ -31,7 +31,8 @@ def find_admin(host: str, port: int) -> Path:
     """Return the admin socket of the server at an address of this machine. Raises DistNetworkError."""
     if not is_local(host):
         raise DistNetworkError(
-            f"{host} is not an address of this machine: run the command where the server runs, as the same user"
+            f"{host} is not an address of this machine: run the command where the server runs, as the same user; who, "
+            "waiters, stat, top and stores can ask its HTTP process from here, with --url http://HOST:PORT"
         )
     found = admin_path.find(port)
     if not found:
@@ -47,17 +48,18 @@ def find_admin(host: str, port: int) -> Path:
     return found[0]
 
 
-def asked(context: ClientContext, admin: Path | None, asking: Callable[[Path, float | None], Answer]) -> Answer:
-    """Call `asking` with the path of the socket and a timeout; exit with the right status on failure."""
+def asked(context: ClientContext, admin: Path | None, asking: Callable[[Where, float | None], Answer]) -> Answer:
+    """Call `asking` with where to ask and a timeout; exit with the right status on failure."""
     try:
-        return asking(admin or find_admin(context.host, context.port), None if context.timeout < 0 else context.timeout)
+        where = admin or context.http or find_admin(context.host, context.port)
+        return asking(where, None if context.timeout < 0 else context.timeout)
     except StoreTimeoutError as error:
         context.fail(str(error), TIMED_OUT)
     except DistNetworkError as error:
         context.fail(str(error), UNREACHABLE)
     except PermissionError as error:
         context.fail(str(error), NOT_ALLOWED)
-    except DistError as error:
+    except (DistError, ProtocolError) as error:
         context.fail(str(error), FAILED)
 
 

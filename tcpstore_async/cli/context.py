@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from ..client.server_url import ServerUrl, parse_server_url
+from ..client.server_url import HttpUrl, ServerUrl, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..secret_files import TlsFiles
@@ -42,12 +42,13 @@ class ClientContext:
     """What every client command needs: the server's address, the timeout in seconds, the output format, the token.
 
     The store is the name of the one that is used; None for the one without a name. A command that waits retries a
-    server that refuses connections, and waits for a store that is not there, until the timeout.
+    server that refuses connections, and waits for a store that is not there, until the timeout. The address may be
+    that of the HTTP process, which is only asked what the server does.
     """
 
     def __init__(
         self,
-        url: ServerUrl,
+        url: ServerUrl | HttpUrl,
         timeout: float,
         output: str,
         tls_files: TlsFiles,
@@ -56,8 +57,10 @@ class ClientContext:
         waits: bool = True,
     ) -> None:
         self.host, self.port = url.host, url.port
-        self.tls = wants_tls(url.tls or None)
-        self.address = str(url._replace(tls=self.tls))
+        self.http = url if isinstance(url, HttpUrl) else None
+        if isinstance(url, ServerUrl):
+            self.tls = wants_tls(url.tls or None)
+            self.address = str(url._replace(tls=self.tls))
         self.tls_files = tls_files
         self.timeout = timeout
         self.output = output
@@ -238,18 +241,32 @@ def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUr
     try:
         return parse_server_url(text if "://" in text else f"tcp://{text}", DEFAULT_PORT)
     except ValueError as error:
+        only = "; only who, waiters, stat, top and stores take http://" if text.startswith("http://") else ""
+        raise click.BadParameter(f"{error}{only}", ctx, param) from None
+
+
+def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl | HttpUrl:
+    """Return that address, or the one of an HTTP process. Raises BadParameter."""
+    if not text.startswith("http://"):
+        return parse_url(ctx, param, text)
+    try:
+        return parse_http_url(text)
+    except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def url_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option --url with this help, which a command gets as a `ServerUrl`."""
+ParseUrl = Callable[[click.Context, click.Parameter, str], ServerUrl | HttpUrl]
+
+
+def url_option(text: str, parse: ParseUrl = parse_url) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option --url with this help, which a command gets as `parse` returns it."""
     return click.option(
         "--url",
         envvar="TCPSTORE_URL",
         default=DEFAULT_URL,
         show_default=True,
         show_envvar=True,
-        callback=parse_url,
+        callback=parse,
         help=text,
     )
 
@@ -322,9 +339,19 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
 
     That has the values of --store and --wait too, if the command has these options.
     """
+    return _with_context(function, url_option("Address of the server; tcps://HOST:PORT for TLS."))
+
+
+def looking_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Do the same for a command that may also ask the HTTP process of a server elsewhere."""
+    text = "Address of the server, on this machine, or http://HOST:PORT of its HTTP process, anywhere."
+    return _with_context(function, url_option(text, _parse_any_url))
+
+
+def _with_context(function: Callable[..., None], url_option: Callable[..., Any]) -> Callable[..., None]:
 
     def command(
-        url: ServerUrl,
+        url: ServerUrl | HttpUrl,
         timeout: float,
         output: str,
         tls_ca: str,
@@ -352,7 +379,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             callback=parse_seconds,
             help="Timeout in seconds; negative for none.",
         ),
-        url_option("Address of the server; tcps://HOST:PORT for TLS."),
+        url_option,
         token_file_option,
     ):
         command = option(command)

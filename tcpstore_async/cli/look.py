@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from ..client.admin import ask, is_local, read_environment
+from ..client.admin import Where, ask, is_local, read_environment
 from ..client.aio import AsyncTCPStore
 from ..diagnosis.facts import Facts, read_facts
 from ..diagnosis.rates import Histogram, Interval, Look, between, read_look
@@ -27,7 +27,7 @@ from ..serving import build
 from ..version import VERSION
 from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
 from .client import ping_milliseconds
-from .context import OTHER_SERVER, ClientContext, client_command, keys_store_option, wait_option
+from .context import OTHER_SERVER, ClientContext, client_command, keys_store_option, looking_command, wait_option
 from .output import escape, print_json, print_result, to_json
 from .seconds import Seconds
 
@@ -44,9 +44,9 @@ _BAR: Final = 40
 """Characters of the longest bar."""
 
 
-def look_at(path: Path, timeout: float | None, *more: str, store: str | None = None) -> Look:
+def look_at(where: Where, timeout: float | None, *more: str, store: str | None = None) -> Look:
     """Return the numbers of a server, or of one store, with further parts. Raises DistError, PermissionError."""
-    return read_look(ask(path, ["stats", *more], timeout, store=store))
+    return read_look(ask(where, ["stats", *more], timeout, store=store))
 
 
 @click.command()
@@ -196,9 +196,9 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N lines.")
 @store_option
 @admin_option
-@client_command
+@looking_command
 def stat(context: ClientContext, interval: float | None, count: int | None, admin: Path | None) -> None:
-    """Print one line about what a server on this machine is doing.
+    """Print one line about what a server is doing.
 
     The columns, for all stores, are: connections, waiting sessions, commands per second, keys, bytes of the budget in
     use, the 99th percentile of the service time, the worst lag of the event loop, connections not accepted yet, and
@@ -337,7 +337,7 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
     """
     names = _RankNames()
 
-    def follow(path: Path, timeout: float | None) -> None:
+    def follow(path: Where, timeout: float | None) -> None:
         shown = dropped = 0
         lines_of_reply = ask(path, ["monitor"], timeout, endless=True, every=every, values=values, store=context.store)
         for portion in read_samples(lines_of_reply):

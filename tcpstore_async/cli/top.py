@@ -1,4 +1,4 @@
-"""`tcpstore top`: what a server of this machine does, on a screen that is redrawn, or as one object.
+"""`tcpstore top`: what a server does, on a screen that is redrawn, or as one object.
 
 Knows rich, which is an extra of the package, and terminals. Must not know how a server is asked.
 Invariant: whatever ends the command, the terminal is as it was before.
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ..client.admin import Where
 from ..diagnosis.rates import Interval, Look, between
 from ..errors import counted
 from ..interrupts import die_of
 from ..keys import caller_key
 from .asking import admin_option, asked, in_bytes, in_seconds, store_option
-from .context import ClientContext, client_command
+from .context import ClientContext, looking_command
 from .look import look_at, store_figures
 from .output import escape, print_json
 from .seconds import Seconds
@@ -55,9 +56,9 @@ _MOST_ROWS: Final = 10
 )
 @store_option
 @admin_option
-@client_command
+@looking_command
 def top(context: ClientContext, interval: float, world_size: int | None, admin: Path | None) -> None:
-    """Show what a server on this machine is doing, until 'q' or Ctrl-C.
+    """Show what a server is doing, until 'q' or Ctrl-C.
 
     Shows who has joined the unnamed store, commands by name, the longest waits and the largest keys in all stores, and
     the oldest named stores; with --store, the same for that store only. With -o json, prints one object and exits.
@@ -83,14 +84,14 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
         die_of(number)
 
 
-def _look(path: Path, timeout: float | None, store: str | None) -> Look:
-    return look_at(path, timeout, *_PARTS, store=store)
+def _look(where: Where, timeout: float | None, store: str | None) -> Look:
+    return look_at(where, timeout, *_PARTS, store=store)
 
 
-def _object(path: Path, timeout: float | None, store: str | None, world_size: int | None) -> dict[str, Any]:
-    before = look_at(path, timeout, store=store)
+def _object(where: Where, timeout: float | None, store: str | None, world_size: int | None) -> dict[str, Any]:
+    before = look_at(where, timeout, store=store)
     time.sleep(_FIRST_INTERVAL)
-    after = _look(path, timeout, store)
+    after = _look(where, timeout, store)
     return as_object(after, between(before.stats, after.stats), store, world_size)
 
 

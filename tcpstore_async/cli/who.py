@@ -1,6 +1,6 @@
 """`tcpstore who`, `waiters`, `clients` and `stores`: options and tables.
 
-They ask a server of this machine over its admin socket, and print what follows. They do not know what it follows from.
+They ask a server over its admin socket, and print what follows. They do not know what it follows from.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from ..diagnosis.ranks import Ranks, number_ranges
 from ..errors import counted
 from ..keys import caller_key
 from .asking import admin_option, asked, store_option
-from .context import ClientContext, client_command
+from .context import ClientContext, client_command, looking_command
 from .output import escape, print_json, print_result
 
 _ENOUGH: Final = 32
@@ -51,16 +51,17 @@ def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: 
 @store_option
 @_world_size_option
 @admin_option
-@client_command
+@looking_command
 @uncollected()
 def who(context: ClientContext, missing: bool, world_size: int | None, admin: Path | None) -> None:
-    """Show which ranks are connected to a server on this machine, and what each is waiting for.
+    """Show which ranks are connected to a server, and what each is waiting for.
 
     With --missing, show which ranks are missing from initialization and from each barrier and key exchange in progress,
     which of them are connected, from where, and what they are doing instead.
 
-    Ranks that use PyTorch's client are recognized by their environment, if they run on this machine, and by the keys
-    that they write. Without --store, this shows the ranks in all stores, or with --missing those in the unnamed store.
+    Ranks that use PyTorch's client are recognized by their environment, if they run on the server's machine, and by the
+    keys that they write. Without --store, this shows the ranks in all stores, or with --missing those in the unnamed
+    store.
     """
     parts = ["sessions", "counters", "keys"]
     facts = look_in(context, admin, parts)
@@ -82,7 +83,7 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
 @store_option
 @_world_size_option
 @admin_option
-@client_command
+@looking_command
 @uncollected()
 def waiters(context: ClientContext, world_size: int | None, admin: Path | None) -> None:
     """Show which keys are being waited for, longest wait first, and the most similar existing keys.
@@ -110,9 +111,9 @@ def clients(context: ClientContext, admin: Path | None) -> None:
 
 @click.group(invoke_without_command=True)
 @admin_option
-@client_command
+@looking_command
 def stores(context: ClientContext, admin: Path | None) -> None:
-    """List the named stores on a server on this machine."""
+    """List the named stores on a server."""
     if click.get_current_context().invoked_subcommand is not None:
         return
     rows = [_store(one) for one in look_in(context, admin, ["stores"]).stores]

@@ -1,6 +1,6 @@
-"""Asking a server of this machine over its admin socket, and the processes of this machine for what they are.
+"""Asking a server over its admin socket, and the processes of this machine for what they are.
 
-Knows a Unix socket and /proc. Must not know what a reply means.
+Knows a Unix socket and /proc. Must not know what a reply means. A server elsewhere is asked by `admin_http.py`.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import DistNetworkError, StoreTimeoutError
+from .server_url import HttpUrl
 
 _WANTED: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 _MOST_ENVIRONMENT: Final = 1024 * 1024
@@ -21,12 +22,25 @@ _CONNECT_AGAIN: Final = 0.05
 """Seconds after which connecting is tried again while the backlog is full."""
 
 
-def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = False, **more: object) -> Iterator[bytes]:
+Where = Path | HttpUrl
+"""The admin socket of a server of this machine, or the HTTP process that passes on its replies."""
+
+
+def ask(
+    where: Where, parts: list[str], timeout: float | None, endless: bool = False, **more: object
+) -> Iterator[bytes]:
     """Yield the lines of the reply to a request for these parts, with `more` fields.
 
     `timeout` is in seconds, for the whole reply, or the first part of an `endless` one; None for none. Raises
     DistNetworkError if nobody listens there, PermissionError if it is another user's, and StoreTimeoutError.
     """
+    if isinstance(where, HttpUrl):
+        from .admin_http import ask_over_http  # not for commands that look in here, which have to start fast
+
+        assert not endless
+        yield from ask_over_http(where, parts, timeout, **more)
+        return
+    path = where
     deadline = None if timeout is None else time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX) as peer:
         try:

@@ -24,6 +24,30 @@ class ServerUrl(NamedTuple):
         return f"{'tcps' if self.tls else 'tcp'}://{format_address(self.host, self.port)}"
 
 
+class HttpUrl(NamedTuple):
+    """The address of a server's HTTP process, at which one looks in."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"http://{format_address(self.host, self.port)}"
+
+
+def parse_http_url(url: str) -> HttpUrl:
+    """Return the address. Raises ValueError for another URL."""
+    wrong = ValueError(f"{url!r} is not of the form http://HOST:PORT{bracket_hint(url)}")
+    try:
+        parts = urlsplit(url)
+        port = 80 if parts.port is None else parts.port
+    except ValueError:
+        raise wrong from None
+    extra = parts.path.strip("/") or any(one in url for one in "?#@,")
+    if parts.scheme != "http" or not parts.hostname or not port or extra:
+        raise wrong
+    return HttpUrl(parts.hostname, port)
+
+
 def bracket_hint(url: str) -> str:
     """Return what to say of a URL whose host is an IPv6 address without brackets; nothing of any other."""
     scheme, _, rest = url.partition("://")

@@ -148,6 +148,7 @@ class _Line(Line):
     keys: list[Key] = msgspec.field(default_factory=list)
     departed: list[Departed] = msgspec.field(default_factory=list)
     stores: list[NamedStore] = msgspec.field(default_factory=list)
+    environments: dict[int, dict[str, str]] | None = None
 
 
 class Members:
@@ -180,6 +181,8 @@ class Facts:
         self.keys: list[Key] = []
         self.departed: dict[int, Departed] = {}
         self.stores: list[NamedStore] = []
+        self.environments: dict[int, dict[str, str]] | None = None
+        """By session, what the environments of processes on the server's machine say; None if it is this machine."""
         self.processes: dict[Process, list[Session]] = {}
         """Without the connections of links."""
         self.waits: dict[tuple[object, ...], tuple[Wait, list[Session]]] = {}
@@ -269,6 +272,8 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
             facts.server = line.server
         if line.sessions:
             facts.add_sessions(line.sessions)
+        if line.environments is not None:
+            facts.environments = {**(facts.environments or {}), **line.environments}
         if line.keys:
             facts.add_keys(line.keys)
         facts.stores += line.stores

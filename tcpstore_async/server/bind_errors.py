@@ -7,13 +7,21 @@ where the socket comes from.
 import errno
 import os
 import socket
+from collections.abc import Collection
+from typing import Final
 
 from ..addresses import format_address
 from ..errors import DistError, DistNetworkError, DistStoreError
-from .port_holder import by_holder
+from .port_holder import find_holder
 
 Tried = list[tuple[int, str, OSError]]
 """Family and address, and why listening there failed."""
+
+
+_FREE_IT: Final = (
+    "close it, or drop all references to it, before another one takes its port, or share its server (multi_tenant=True "
+    "for both)"
+)
 
 
 class UvErrors:
@@ -22,10 +30,10 @@ class UvErrors:
     takes_port_0 = True
     """Whether port 0 stands for that of a given socket."""
 
-    def no_address(self, port: int, tried: Tried) -> DistError:
+    def no_address(self, port: int, tried: Tried, servers: Collection[int]) -> DistError:
         return DistNetworkError(
             "The server socket has failed to listen on any local network address. "
-            f"port: {port}, useIpv6: false, {_as_libuv(tried[-1][2])}{_held(port, tried)}"
+            f"port: {port}, useIpv6: false, {_as_libuv(tried[-1][2])}{_held(port, tried, servers)}"
         )
 
     def no_socket(self, fd: int, error: OSError) -> DistError:
@@ -52,7 +60,7 @@ class ThreadedErrors(UvErrors):
 
     takes_port_0 = False
 
-    def no_address(self, port: int, tried: Tried) -> DistError:
+    def no_address(self, port: int, tried: Tried, servers: Collection[int]) -> DistError:
         failures = [
             f"The server socket has failed to bind to {format_address(host, port)} {_as_legacy(error)}. "
             f"The server could not be initialized on any address for port={port}, family={int(family)}"
@@ -60,7 +68,7 @@ class ThreadedErrors(UvErrors):
         ]
         return DistNetworkError(
             f"The server socket has failed to listen on any local network address. {' '.join(failures)}"
-            f"{_held(port, tried)}"
+            f"{_held(port, tried, servers)}"
         )
 
     def no_socket(self, fd: int, error: OSError) -> DistError:
@@ -86,11 +94,20 @@ def _other_port(fd: int, bound: int, port: int) -> str:
     return f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}"
 
 
-def _held(port: int, tried: Tried) -> str:
-    """Return who holds the port, to follow PyTorch's text; "" if that is not the reason, or nobody is found."""
+def _held(port: int, tried: Tried, servers: Collection[int]) -> str:
+    """Return who holds the port, to follow PyTorch's text; "" if that is not the reason, or nobody is found.
+
+    `servers` are the processes of this process's own servers.
+    """
     _, host, error = tried[-1]
-    held = by_holder(error, host, port)
-    return f"; port {port} is in use{held}" if held else ""
+    holder = find_holder(host, port) if error.errno == errno.EADDRINUSE and port else None
+    if holder is None:
+        return ""
+    if holder.pid in servers:
+        return f"; port {port} is in use by another store of this process, whose server is pid {holder.pid}: {_FREE_IT}"
+    if holder.pid == os.getpid() and not holder.peer:
+        return f"; port {port} is in use by {holder}: if it is a store, {_FREE_IT}"
+    return f"; port {port} is in use by {holder}"
 
 
 def _as_libuv(error: OSError) -> str:

@@ -175,7 +175,7 @@ def wait_for_data(listener: socket.socket, seconds: int = DEFER_ACCEPT) -> socke
 
 
 def log_short_backlog(ranks: int | None = None) -> None:
-    """Log that the kernel cuts the backlog: a warning if `ranks` are expected and do not fit, else information."""
+    """Log that the kernel cuts the backlog: a warning if `ranks` are expected and do not fit, else for debugging."""
     try:
         somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
@@ -183,7 +183,7 @@ def log_short_backlog(ranks: int | None = None) -> None:
     if somaxconn >= BACKLOG or (ranks is not None and ranks <= somaxconn):
         return
     log.log(
-        logging.INFO if ranks is None else logging.WARNING,
+        logging.DEBUG if ranks is None else logging.WARNING,
         "net.core.somaxconn is %d%s: connections may be reset if more than %d ranks connect at once; "
         "run sysctl -w net.core.somaxconn=%d",
         somaxconn,

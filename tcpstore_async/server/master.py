@@ -68,6 +68,7 @@ class _CountedServer:
         self.handles = 0
         self.owner = os.getpid()
         self.lock = _shared_lock if shared else RLock()
+        _running.add(server.pid)
 
     def release(self) -> None:
         if self.owner != os.getpid():
@@ -78,6 +79,7 @@ class _CountedServer:
                 return
             if _shared.get(self.server.port) is self:
                 del _shared[self.server.port]
+            _running.discard(self.server.pid)
             self.server.stop()
 
 
@@ -85,6 +87,9 @@ _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
 
 _shared: Final[dict[int, _CountedServer]] = {}
 """Servers started with `multi_tenant`, by port."""
+
+_running: Final[set[int]] = set()
+"""The processes of this process's servers; its own stands for those in threads."""
 
 _shared_lock = RLock()
 """Held while a shared server starts and stops, so that other threads wait for the outcome. Reentrant, as a garbage
@@ -288,7 +293,7 @@ class _Listening:
                 return wait_for_data(listen_at(family, address))
             except OSError as error:
                 tried.append((family, f"{address[0]!s}", error))
-        raise errors_of(self.backend).no_address(self.port, tried)
+        raise errors_of(self.backend).no_address(self.port, tried, _running)
 
     def _adopt(self, fd: int) -> socket.socket:
         """Take ownership of `fd`, if it is a socket, and listen on it."""
@@ -392,6 +397,7 @@ def _forget_inherited() -> None:
     global _shared_lock
     _shared_lock = RLock()
     _shared.clear()
+    _running.clear()
 
 
 os.register_at_fork(after_in_child=_forget_inherited)

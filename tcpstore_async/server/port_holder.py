@@ -55,7 +55,11 @@ class Holder(NamedTuple):
 
     def __str__(self) -> str:
         if not self.pid:
-            text = f"a process owned by uid {self.uid}, which is not visible from here"
+            text = f"a process of uid {self.uid} that was not found"
+            if os.geteuid() in (0, self.uid):
+                text += ": it may be in another container"
+            else:
+                text += ": only that user, and root, can see which"
         elif self.pid == os.getpid():
             text = f"this process, pid {self.pid}"
         else:
@@ -136,13 +140,17 @@ def _plain(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _find_process(inode: int, proc: Path, end: float) -> int:
-    """Return the process that has a socket open, this one first; 0 if there is none to be seen."""
+    """Return the process that has a socket open; 0 if there is none to be seen.
+
+    Looks at this one first, then at younger ones: it may have started them.
+    """
     wanted = f"socket:[{inode}]"
     try:
         others = [int(name) for name in os.listdir(proc) if name.isdecimal()]
     except OSError:
         return 0
-    for pid in [os.getpid(), *others]:
+    mine = os.getpid()
+    for pid in [mine, *sorted(others, key=lambda other: other < mine)]:
         folder = f"{proc}/{pid}/fd"
         with suppress(OSError):
             for number, name in enumerate(os.listdir(folder)):

@@ -172,7 +172,10 @@ class NamedStore:
 
     def account(self, usage: TokenUsage) -> Account:
         """Return what the holders of a token have stored in it."""
-        return self.accounts.setdefault(usage.identity, Account(usage))
+        account = self.accounts.get(usage.identity)
+        if account is None or account.usage is not usage:  # the token was forgotten, as there was nothing to count
+            account = self.accounts[usage.identity] = Account(usage)
+        return account
 
     def bytes(self) -> int:
         """Return what is counted for it, besides what is in it."""

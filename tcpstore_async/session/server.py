@@ -399,6 +399,13 @@ class Engine:
             if access.limited():
                 self.usage[access.identity].sessions.add(session)
 
+    def expect(self, access: Access, ended: str) -> None:
+        """A session with this token, which is no longer valid if `ended` says why, is about to come from another store.
+
+        To be called before it leaves that one, so that what is counted for the token is not forgotten in between.
+        """
+        self._guard(access)[0].ended = ended
+
     def revoke(self, session: "ServerSession") -> None:
         """Forget what a session was allowed: it has gone, or is about to be allowed something else."""
         access = self.granted.pop(session, None)
@@ -1216,6 +1223,8 @@ class ServerSession(Holder):
         granted = self in before.granted
         access = before.granted.get(self)
         if granted:
+            if access is not None:
+                engine.expect(access, before.why_ended(self))
             before.revoke(self)
         self.engine = engine
         self.stored = 0.0

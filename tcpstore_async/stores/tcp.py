@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from ..addresses import unbracketed
 from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
 from ..client.credentials import TOKEN, TOKEN_FILE, find_token
@@ -644,7 +645,7 @@ def _is_agent_server(host: str, port: int) -> bool:
     """Whether torchrun's agent hosts a server at this address, which is no name then."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() not in _YES:
         return False
-    return (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return (host, str(port)) == (unbracketed(os.environ.get("MASTER_ADDR", "")), os.environ.get("MASTER_PORT"))
 
 
 _YES: Final = ("1", "t", "true", "y", "yes")

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from .. import errors
+from ..addresses import unbracketed
 from ..client.store_name import StoreTakenError, find_server
 from ..coercion import to_seconds
 from . import native_server
@@ -37,6 +38,15 @@ def _as_called(
     """The parameters of PyTorch's constructor; it has no signature that `inspect` can read."""
 
 
+def _unbracketed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """Take the brackets of URLs from an IPv6 address, which PyTorch would look up as a name until its timeout."""
+    if given and isinstance(given[0], str):
+        return unbracketed(given[0]), *given[1:]
+    if isinstance(named.get("host_name"), str):
+        named["host_name"] = unbracketed(named["host_name"])
+    return given
+
+
 _LAUNCHER: Final = "torch.distributed.elastic."
 
 _PARAMETERS: Final = inspect.signature(_as_called)
@@ -57,7 +67,7 @@ def constructor(stock: Init) -> Init:
     def __init__(self: Any, *given: Any, **named: Any) -> None:
         options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(inspect.currentframe()))
         if options is None:
-            stock(self, *given, **named)
+            stock(self, *_unbracketed(given, named), **named)
         else:
             _host(stock, self, given, named, options)
 
@@ -112,5 +122,5 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
                 "hosting a tcpstore_async server for PyTorch's TCPStore on port %d (pid %d)", hosted.port, hosted.pid
             )
         return
-    stock(store, *given, **named)
+    stock(store, *_unbracketed(given, named), **named)
     log.warning("using PyTorch's own server on port %d instead of tcpstore_async's: %s", store.port, why)

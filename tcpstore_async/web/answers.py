@@ -1,18 +1,21 @@
-"""What is answered to a request for a path: the page, its data, metrics, health.
+"""What is answered to a request for a path: the page, its data, metrics, health, replies of the admin socket.
 
 Knows what has been learnt of the server. Must not know sockets, nor the admin socket.
-Invariant: no answer waits for the server longer than a browser is patient, and none has a value of the store.
+Invariants: no answer to a browser waits for the server longer than that is patient. None has a value of the store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ..client.admin_http import PATH
 from ..diagnosis.facts import NamedStore
 from ..diagnosis.rates import Look, Stats
+from ..errors import DistError
 from .looking import Looker
+from .replies import BusyError, Replies
 from .summary import STATES, clip
 
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -35,6 +38,16 @@ class Answer(NamedTuple):
     status: int
     type: str
     body: bytes
+    retry: bool = False
+    """Whether the same request may soon be answered otherwise."""
+
+
+class Lines(NamedTuple):
+    """An answer that is as long as it is: lines of JSON, the first of which is known, and the last of which says so."""
+
+    first: bytes
+    rest: Generator[bytes, None, None]
+    """To be closed."""
 
 
 class Answers:
@@ -42,10 +55,11 @@ class Answers:
 
     def __init__(self, looker: Looker) -> None:
         self._looker = looker
+        self._replies = Replies(looker.find)
         folder = files(__package__) / "page"
         self._page = {path: Answer(200, kind, (folder / name).read_bytes()) for path, (name, kind) in _PAGE.items()}
 
-    def answer(self, path: str, query: Mapping[str, str], accept: str, names: bool = True) -> Answer | None:
+    def answer(self, path: str, query: Mapping[str, str], accept: str, names: bool = True) -> Answer | Lines | None:
         """Return the answer to a request; None if there is nothing at this path. Metrics may have `names` of stores."""
         if path in self._page:
             return self._page[path]
@@ -58,6 +72,8 @@ class Answers:
         store = query.get("store") or None
         if path == "/api/state":
             return _json(self._state(store))
+        if path == PATH:
+            return self._lines([part for part in query.get("ask", "").split(",") if part], store)
         if path == "/api/rank":
             return self._rank(query.get("number", ""), store)
         return None
@@ -121,6 +137,17 @@ class Answers:
             "lag": self._looker.operations.lag(),
             "accept_queue": 0 if stats.accept_queue is None else stats.accept_queue.length,
         }
+
+    def _lines(self, parts: list[str], store: str | None) -> Answer | Lines:
+        lines = self._replies.lines(parts, store)
+        try:
+            return Lines(next(lines), lines)
+        except ValueError as error:
+            return Answer(400, _TEXT, f"{clip(str(error))}\n".encode())
+        except BusyError as error:
+            return Answer(503, _TEXT, f"{error}\n".encode(), retry=True)
+        except (DistError, OSError, StopIteration) as error:
+            return Answer(503, _TEXT, f"{clip(str(error) or 'the server has not replied')}\n".encode())
 
     def _rank(self, number: str, store: str | None) -> Answer:
         summary = self._looker.summary(_FIRST_LOOK_SECONDS, store)[0]

@@ -2,24 +2,26 @@
 
 Knows sockets and HTTP. Must not know what is answered.
 Invariants: a bounded number of connections, each with a bounded request and a deadline for it. Only GET and HEAD, and
-nothing here changes anything. A page of another origin can neither embed an answer nor read it, under whatever name it
-has this address resolved: a request must name the host by an address, as localhost, or as it was started.
+nothing here changes anything. Lines are sent no faster than they are read, and for a minute at most. A page of another
+origin can neither embed an answer nor read it, under whatever name it has this address resolved: a request must name
+the host by an address, as localhost, or as it was started.
 """
 
 import io
 import ipaddress
+import itertools
 import logging
 import socket
 import threading
 import time
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ..server.peer_user import PeerUsers, UnknownOwnerError
-from .answers import Answer, Answers
+from .answers import Answer, Answers, Lines
 
 log = logging.getLogger("tcpstore_async.web")
 
@@ -30,10 +32,15 @@ _MOST_BYTES: Final = 16 * 1024
 _REQUEST_SECONDS: Final = 15.0
 """From one answer to the end of the next request."""
 _WRITE_SECONDS: Final = 15.0
+_LINES_SECONDS: Final = 60.0
+"""To write all lines of an answer."""
 _CLOSE_SECONDS: Final = 1.0
 """Until a connection that makes way for another one is closed."""
 
+_RETRY_SECONDS: Final = 5
+
 _TEXT: Final = "text/plain; charset=utf-8"
+_LINES: Final = "application/x-ndjson"
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -171,6 +178,7 @@ class _Input(io.RawIOBase):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # answers without headers, as HTTP/0.9 has them, would lack protection
+    disable_nagle_algorithm = True  # lines are written one by one
     server: HttpServer
 
     def setup(self) -> None:
@@ -193,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._send(self._answer())
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> Answer | Lines:
         self.server.expect_no_more(self.connection)
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read
@@ -231,20 +239,42 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _send(self, answer: Answer) -> None:
-        self.connection.settimeout(_WRITE_SECONDS)
-        self.send_response(answer.status)
-        for name, text in _HEADERS.items():
-            self.send_header(name, text)
+    def _send(self, answer: Answer | Lines) -> None:
+        if isinstance(answer, Lines):
+            with closing(answer.rest):
+                self._send_lines(answer)
+            return
+        self._send_head(answer.status, answer.type)
         if answer.status == 405:
             self.send_header("Allow", "GET, HEAD")
-        self.send_header("Content-Type", answer.type)
+        if answer.retry:
+            self.send_header("Retry-After", str(_RETRY_SECONDS))
         self.send_header("Content-Length", str(len(answer.body)))
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
+
+    def _send_head(self, status: int, content: str) -> None:
+        self.connection.settimeout(_WRITE_SECONDS)
+        self.send_response(status)
+        for name, text in _HEADERS.items():
+            self.send_header(name, text)
+        self.send_header("Content-Type", content)
+
+    def _send_lines(self, answer: Lines) -> None:
+        """Send lines as they come. The connection ends with them, and the last one says that it is the last."""
+        self.close_connection = True
+        self._send_head(200, _LINES)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        deadline = time.monotonic() + _LINES_SECONDS
+        for line in itertools.chain([answer.first], answer.rest):
+            self.connection.settimeout(min(_WRITE_SECONDS, max(0.001, deadline - time.monotonic())))
+            self.wfile.write(line)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what the base class calls an error; it has methods that are unknown as 501."""

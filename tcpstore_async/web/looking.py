@@ -101,7 +101,7 @@ class Looker:
 
     def __init__(self, find: Callable[[], Path]) -> None:
         """`find` returns the path of the admin socket, or raises DistNetworkError."""
-        self._find = find
+        self.find = find
         self.counters: Look | None = None
         self._answered_at = time.monotonic()
         self.error = "it has not been queried yet"
@@ -166,7 +166,7 @@ class Looker:
         while not self._ended.is_set():
             began = time.monotonic()
             try:
-                counters = read_look(ask(self._find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
+                counters = read_look(ask(self.find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
             except (DistError, OSError) as error:
                 self.error = str(error)
                 if not failing:
@@ -208,7 +208,7 @@ class Looker:
         try:
             with uncollected():
                 parts = ["sessions", "counters", "keys"]
-                facts = read_facts(ask(self._find(), parts, _LOOK_SECONDS, store=store))
+                facts = read_facts(ask(self.find(), parts, _LOOK_SECONDS, store=store))
                 facts.keep_store(store)
                 at = time.monotonic()
                 summary = Summary(facts, local_ranks(facts, None, self._hosts))

@@ -263,6 +263,14 @@ def test_literal_addresses_are_not_looked_up(how: How, host: str, monkeypatch: p
 
 
 @both
+def test_brackets_around_an_address(how: How) -> None:
+    """As in URLs, where programs cut addresses from. What else is in brackets is a name, and none that there can be."""
+    with tcpstore_server("--host", "::1") as server:
+        how("[::1]", server.port, LIMIT)
+    fails_in_time(how, "[localhost]", 1, "")
+
+
+@both
 def test_hosts_that_cannot_be_meant(how: How) -> None:
     for host in (None, 5, b"localhost"):
         with pytest.raises(TypeError, match=r"^host(_name)? must be a str"):

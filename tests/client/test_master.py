@@ -100,7 +100,7 @@ def test_a_port_in_use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "^The server socket has failed to listen on any local network address. "
         f"port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
-        rf"; port {port} is in use by pid \d+ \(.* -c # the server of a TCPStore\(is_master=True\)"
+        rf"; port {port} is in use by another store of this process, whose server is pid \d+: close it"
     )
     with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
         for _ in range(2):

@@ -159,7 +159,7 @@ def test_pytorchs_server_grows_its_file_table_while_ranks_wait() -> None:
 
 def test_the_backlog_is_as_long_as_the_kernel_allows() -> None:
     somaxconn = int(SOMAXCONN.read_text())
-    with tcpstore_server() as server:
+    with tcpstore_server("--log-level", "debug") as server:
         warned = f"net.core.somaxconn is {somaxconn}" in server.log()
         assert warned == (somaxconn < BACKLOG)
         if shutil.which("ss") is None:
@@ -175,7 +175,7 @@ def test_a_short_backlog_is_warned_of(backend: str, somaxconn: int) -> None:
     prefix = ["unshare", "-n", "sh", "-c", script, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("a network namespace needs root")
-    with server_under(prefix, "--backend", backend) as server:
+    with server_under(prefix, "--backend", backend, "--log-level", "debug") as server:
         assert ("somaxconn" in server.log()) == (somaxconn < BACKLOG)
         if shutil.which("nsenter") and shutil.which("ss"):
             listed = subprocess.run(

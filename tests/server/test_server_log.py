@@ -275,11 +275,11 @@ def test_the_capacity_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> 
     hosted.release()
 
 
-@pytest.mark.parametrize(("ranks", "level"), [(None, "INFO"), (128, None), (129, "WARNING")])
+@pytest.mark.parametrize(("ranks", "level"), [(None, "DEBUG"), (128, None), (129, "WARNING")])
 def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
     ranks: int | None, level: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
     listen_socket.log_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
@@ -302,19 +302,20 @@ def test_rank_0_warns_of_a_backlog_that_is_shorter_than_its_world(
 
 
 SERVES = f"""
-import pathlib
+import pathlib, sys
 read = pathlib.Path.read_text
 pathlib.Path.read_text = lambda path, *how: "128" if str(path) == {str(SOMAXCONN)!r} else read(path, *how)
 from tcpstore_async.cli import main
-main(["serve", "--port", "0"])
+main(["serve", "--port", "0", "--log-level", sys.argv[1]])
 """
 
 
-def test_a_server_that_knows_of_no_world_does_not_warn_of_a_short_backlog() -> None:
-    """Most jobs are small: it says at the level of information what would be wrong for a large one."""
+@pytest.mark.parametrize(("level", "said"), [("info", []), ("debug", ["DEBUG"])])
+def test_a_server_that_knows_of_no_world_does_not_speak_of_a_short_backlog(level: str, said: list[str]) -> None:
+    """Most jobs are small: only for debugging does it say what would be wrong for a large one."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", SERVES], cwd=tempfile.gettempdir(), stdout=pipe, stderr=pipe
+        [sys.executable, "-c", SERVES, level], cwd=tempfile.gettempdir(), stdout=pipe, stderr=pipe
     ) as process:
         try:
             assert process.stdout is not None
@@ -323,7 +324,7 @@ def test_a_server_that_knows_of_no_world_does_not_warn_of_a_short_backlog() -> N
             logged = process.communicate(timeout=LIMIT)[1].decode()
         finally:
             process.kill()
-    assert re.findall(r"(?m)^.* ([A-Z]+) net\.core\.somaxconn is 128: ", logged) == ["INFO"]
+    assert re.findall(r"(?m)^.* ([A-Z]+) net\.core\.somaxconn is 128: ", logged) == said
     assert "WARNING" not in logged
 
 

@@ -92,6 +92,33 @@ def test_a_connection_that_uses_the_port() -> None:
             listen(mine, port)
 
 
+FREE_IT = (
+    "close it, or drop all references to it, before another one takes its port, or share its server "
+    r"\(multi_tenant=True for both\)$"
+)
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_a_store_of_this_process(where: str, use_libuv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a group is made again on the port of one that was not destroyed."""
+    monkeypatch.setenv("TCPSTORE_SERVER", where)
+    with tcpstore_async.TCPStore("127.0.0.1", 0, None, True, LIMIT, use_libuv=use_libuv) as store:
+        text = rf"; port {store.port} is in use by another store of this process, whose server is pid \d+: {FREE_IT}"
+        with pytest.raises(DistNetworkError, match=text):
+            tcpstore_async.TCPStore("127.0.0.1", store.port, None, True, LIMIT, use_libuv=use_libuv)
+        port = store.port
+    tcpstore_async.TCPStore("127.0.0.1", port, None, True, LIMIT, use_libuv=use_libuv).close()
+
+
+def test_another_socket_of_this_process() -> None:
+    with socket.create_server(("", 0)) as mine:
+        port = mine.getsockname()[1]
+        text = rf"; port {port} is in use by this process, pid {os.getpid()}: if it is a store, {FREE_IT}"
+        with pytest.raises(DistNetworkError, match=text):
+            tcpstore_async.TCPStore("127.0.0.1", port, None, True, LIMIT)
+
+
 def test_other_errors_name_nobody() -> None:
     assert by_holder(OSError(errno.EACCES, "denied"), "127.0.0.1", 80) == ""
     assert by_holder(OSError(errno.EADDRINUSE, "in use"), "127.0.0.1", 0) == ""
@@ -144,7 +171,18 @@ def test_a_program_on_the_command_line(proc: Path) -> None:
 
 def test_a_process_of_another_user(proc: Path) -> None:
     assert find_holder("::", 80, proc) == Holder("", 0)
-    assert str(Holder("", 0)) == "a process owned by uid 0, which is not visible from here"
+
+
+def test_a_process_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root is not told that it may not see it."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert str(Holder("", 0)) == "a process of uid 0 that was not found: only that user, and root, can see which"
+    for user in (0, 1000):
+        text = f"a process of uid {user} that was not found: it may be in another container"
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert str(Holder("", user)) == text
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "another container" in str(Holder("", 1000))
 
 
 def test_only_what_is_open_is_an_obstacle(proc: Path) -> None:

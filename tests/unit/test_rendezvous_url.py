@@ -40,6 +40,23 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_env("env://?rank=5&world_size=6&use_libuv=0") == Place("h", 1, 5, 6, False, "")
 
 
+def test_brackets_around_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("MASTER_ADDR", "[::1]"), ("MASTER_PORT", "1"), ("RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, text)
+    place = read_env("env://")
+    assert place.host == "::1"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert place.agent_hosts()
+
+
+def test_an_address_without_brackets() -> None:
+    for url in ("tcp://::1:29500?rank=0&world_size=1", "tcps://fe80::2:29500?rank=0&world_size=1"):
+        scheme, _, rest = url.partition("://")
+        hint = f"write an IPv6 address in brackets, as in {scheme}://[{rest.partition('?')[0][: -len(':29500')]}]:29500"
+        with pytest.raises(ValueError, match=rf"rendezvous: Port could not be .*; {re.escape(hint)}$"):
+            read_tcp(url)
+
+
 def test_file() -> None:
     assert read_file("file:///a/b?rank=1&world_size=2") == ("/a/b", 1, 2)
 

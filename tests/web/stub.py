@@ -66,6 +66,7 @@ class AdminStub:
         self.oldest: list[dict[str, object]] = []
         self.others = 0
         self.asked: list[list[str]] = []
+        self.said: list[dict[str, object]] = []
         self.stores: list[str | None] = []
         """Which stores it was asked to look into."""
         self._listener = socket.socket(socket.AF_UNIX)
@@ -91,6 +92,7 @@ class AdminStub:
             with peer:
                 peer.settimeout(LIMIT)
                 said = json.loads(peer.makefile("rb").readline())
+                self.said.append(said)
                 request = said["ask"]
                 self.asked.append(request)
                 stores = {"oldest": self.oldest, "others": {"stores": self.others}}

@@ -568,6 +568,56 @@ def test_the_limits_of_a_token_count_in_all_stores(server: Server) -> None:
         server.say(session, set_(b"/3", b""))
 
 
+def test_a_token_that_was_forgotten_counts_again_in_a_store_that_it_was_in(server: Server) -> None:
+    token = Access("t", max_keys=3)
+    server.owner("a")
+    for _ in range(2):
+        session = server.connect()
+        session.grant_access(token)
+        assert server.enter(session, "a")["status"] == "entered"
+        server.say(session, set_(b"/1", b"") + delete(b"/1"))
+        server.leave(session)
+        assert not server.engine.usage
+    inside, outside = server.connect(), server.connect()
+    inside.grant_access(token)
+    outside.grant_access(token)
+    assert server.enter(inside, "a")["status"] == "entered"
+    server.say(inside, set_(b"/1", b"") + set_(b"/2", b""))
+    assert server.engine.usage["t"].keys == 2
+    server.say(outside, set_(b"/1", b""))
+    with pytest.raises(NotAllowedError, match="3 of the 3 allowed for token"):
+        server.say(outside, set_(b"/2", b""))
+
+
+def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Server) -> None:
+    others = [server.connect() for _ in range(100)]
+    session, waiting = server.connect(), server.connect()
+    for one in (session, waiting, *others):
+        one.grant_access(Access("t"))
+    server.owner("a")
+    assert server.say(waiting, enter("b")) == b""
+    session.receive(enter("a"))
+    server.owner("b")
+    server.engine.end_invalid(lambda access: "token t is revoked" if access.identity == "t" else "")
+    while session.stalled():
+        session.receive(b"")
+    with pytest.raises(NotAllowedError, match="token t is revoked"):
+        session.receive(set_(b"/k", b"v"))
+    server.leave(session)
+    assert {server.closed.get(one) for one in (waiting, *others)} == {"not allowed: token t is revoked"}
+
+
+def test_what_is_counted_for_a_token_lasts_while_its_only_session_enters_a_store(server: Server) -> None:
+    session = server.connect()
+    session.grant_access(Access("t", max_sessions=1))
+    usage = server.engine.usage["t"]
+    server.owner("a")
+    assert server.enter(session, "a")["status"] == "entered"
+    assert server.engine.usage["t"] is usage
+    server.leave(session)
+    assert not server.engine.usage
+
+
 def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
     token = Access("t", max_keys=3)
     nameless = server.connect()

@@ -236,3 +236,32 @@ def test_others_keys_that_are_deleted_are_not_given_back() -> None:
     peer.receive(set_(b"/mine", b"") + delete(b"/theirs") + add(b"/mine2", 1))
     assert in_use(of)[0] == 1
     assert of.usage["u"].keys == 1
+
+
+def test_an_item_that_is_leased_to_anothers_waiter_counts_for_that() -> None:
+    of = engine()
+    pusher, waiter = session(of), session(of, Access("u", max_keys=5))
+    waiter.receive(set_(b"/theirs", b"") + lease_later(b"/q", 1))
+    theirs = of.usage["u"].bytes
+    pusher.receive(push(b"/q", bytes(100)))
+    assert of.usage["u"].bytes > theirs
+    waiter.receive(give_back(1))
+    assert of.usage["u"].bytes == theirs
+    pusher.receive(pop(b"/q"))
+    assert in_use(of) == (0, 0)
+
+
+def test_nobody_is_locked_out_by_what_others_have_deleted() -> None:
+    """The store bounds what its holders have stored, whoever emptied it."""
+    of = engine()
+    peer, admin = session(of), session(of, Access("u"))
+    for _ in range(3):
+        for number in range(10):
+            peer.receive(set_(b"/%d" % number, bytes(5000)))
+        for number in range(10):
+            admin.receive(delete(b"/%d" % number))
+    peer.receive(set_(b"/k", b""))
+    assert in_use(of) == measured(of)
+    peer.receive(push(b"/q", bytes(90_000)))
+    with pytest.raises(NotAllowedError, match="QUEUE_PUSH would add 90,"):
+        peer.receive(push(b"/q", bytes(90_000)))
