@@ -55,8 +55,10 @@ class QueueEmptyError(DistStoreError):
 class AccessDeniedError(DistStoreError):
     """The client's token does not allow the call, or the server refused the token. PyTorch has no such error."""
 
-    final = False
-    """Whether the server has refused what the client presents, and not just for now."""
+    def __init__(self, *args: object, final: bool = False) -> None:
+        super().__init__(*args)
+        self.final = final
+        """Whether the server has refused what the client presents, and not just for now."""
 
 
 class ConnectionDeniedError(AccessDeniedError, DistNetworkError):

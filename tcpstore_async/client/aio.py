@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from copy import copy
 from datetime import timedelta
 from typing import Any, cast
 
@@ -88,14 +89,14 @@ class AsyncTCPStore(AsyncMethods):
         """Connections without a blocking call."""
         self._current: AsyncConnection | None = None
         """The connection that calls share; every unconfirmed write is on it."""
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[Exception | None] | None = None
         self._slot_taken = False
         """Whether a blocking call is looking for a connection."""
         self._slot_waiters: deque[asyncio.Future[None]] = deque()
         """Blocking calls that will look for a connection after it."""
-        self._identifying: asyncio.Task[None] | None = None
+        self._identifying: asyncio.Task[Exception | None] | None = None
         self._identified = False
-        self._probing: dict[str, asyncio.Task[None]] = {}
+        self._probing: dict[str, asyncio.Task[Exception | None]] = {}
         self._supported: dict[str, bool] = {}
         """Whether the server supports what older servers of PyTorch do not, as far as probed."""
         self._lost: DistNetworkError | None = None
@@ -204,7 +205,7 @@ class AsyncTCPStore(AsyncMethods):
     async def clone(self) -> "AsyncTCPStore":
         """Return a store with its own connections to the same server and the same timeout."""
         if self._lost is not None:
-            raise self._lost
+            raise copy(self._lost)
         files = None if self._tls is None else self._tls.files
         name = None if self._name is None else self._name.of_a_guest()
         clone = await self._connect(
@@ -398,7 +399,7 @@ class AsyncTCPStore(AsyncMethods):
 
     async def _push_back(self, name: bytes, popped: "asyncio.Future[Any]") -> None:
         try:
-            _, item = await popped
+            _, item = await self._await_reply(popped, _CallDeadline(requests.queue_pop(name), -1.0))
             if item is not None:
                 await self._call_when_free(requests.push_back(name, item))
         except (DistNetworkError, StoreTimeoutError):
@@ -493,19 +494,19 @@ class AsyncTCPStore(AsyncMethods):
             await self._open_link(await self._free_connection(deadline), deadline)
         self._identified = True
 
-    async def _join_task(self, task: "asyncio.Task[None]", deadline: _CallDeadline) -> None:
+    async def _join_task(self, task: "asyncio.Task[Exception | None]", deadline: _CallDeadline) -> None:
         """Wait for a task that several calls need, each until its deadline. Raises the task's error."""
         await asyncio.wait({task}, timeout=deadline.left())
         if self._lost is not None:
-            raise self._lost
+            raise copy(self._lost)
         if not task.done():
             raise deadline.error()
-        error = None if task.cancelled() else task.exception()
+        error = None if task.cancelled() else task.result()
         lost = isinstance(error, DistNetworkError) and not isinstance(error, StoreEndedError)
         if isinstance(error, StoreTimeoutError) or (lost and self._connections):
             raise deadline.error() from error
         if error is not None:
-            raise error
+            raise copy(error)
 
     async def _verify(self, connection: AsyncConnection) -> None:
         """Check that a further connection leads to the same server. Raises DistNetworkError."""
@@ -521,9 +522,8 @@ class AsyncTCPStore(AsyncMethods):
         if found is not None and found.refused:
             check_admitted(found)
         if found is None or found.instance != known.instance:
-            error = DistNetworkError(ANOTHER)
-            self._connection_lost(connection, error)
-            raise error
+            self._connection_lost(connection, DistNetworkError(ANOTHER))
+            raise DistNetworkError(ANOTHER)
         self._restrict([connection])
         await self._open_link(connection, deadline)
 
@@ -577,7 +577,7 @@ class AsyncTCPStore(AsyncMethods):
         deadline = deadline or _CallDeadline(request, self._timeout)
         connection = await self._free_connection(deadline)
         _, future = connection.call(*request)
-        return future.result() if future.done() else await self._await_reply(future, deadline)
+        return await self._await_reply(future, deadline)
 
     async def _call_blocking(self, request: Request, deadline: _CallDeadline) -> Any:
         """Make a call that is answered when something happens, and cancel it at the deadline.
@@ -633,23 +633,27 @@ class AsyncTCPStore(AsyncMethods):
     async def _await_reply(
         self, future: "asyncio.Future[Any]", deadline: _CallDeadline, expire: Callable[[], None] = lambda: None
     ) -> Any:
-        """Return the future's result, or raise the deadline's error."""
-        if future.done():
-            return future.result()
+        """Return the future's result, or raise the deadline's error.
+
+        What it raises is a copy: frames of the callers refer to the future, which must not refer to them.
+        """
         left = deadline.left()
-        if left is None:
-            return await future
+        timer = None
+        if left is not None and not future.done():
 
-        def end() -> None:
-            expire()
-            if not future.done():
-                future.set_exception(deadline.error())
+            def end() -> None:
+                expire()
+                if not future.done():
+                    future.set_exception(deadline.error())
 
-        timer = asyncio.get_running_loop().call_later(left, end)
+            timer = asyncio.get_running_loop().call_later(left, end)
         try:
             return await future
+        except DistError as error:
+            raise copy(error.with_traceback(None)) from None
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     # Connections
 
@@ -693,7 +697,7 @@ class AsyncTCPStore(AsyncMethods):
         """Return a connection without a blocked call, on which everything that this store has written is visible."""
         while True:
             if self._lost is not None:
-                raise self._lost
+                raise copy(self._lost)
             ready = self._ready_connection()
             if ready is not None:
                 return ready
@@ -784,11 +788,17 @@ class AsyncTCPStore(AsyncMethods):
                 task.cancel()
 
 
-def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """Start a task for which several calls wait, each of which may give up before its end."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return task
+def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[Exception | None]":
+    """Start a task for which several calls wait, each of which may give up before its end; it returns its error."""
+    return asyncio.ensure_future(_error_of(work))
+
+
+async def _error_of(work: Coroutine[Any, Any, None]) -> Exception | None:
+    try:
+        await work
+    except Exception as error:
+        return error.with_traceback(None)  # the task is kept, and its frames refer to the store
+    return None
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:

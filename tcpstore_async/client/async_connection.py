@@ -13,6 +13,7 @@ import functools
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
+from copy import copy
 from typing import Any, cast
 
 from ..deadline import MIN_ROUND_TRIP, Deadline
@@ -87,7 +88,7 @@ class AsyncConnection(asyncio.Protocol):
     def call(self, command: Command, fields: Fields) -> tuple[PendingCall | None, "asyncio.Future[Any]"]:
         """Send a request. The future gets its result, or None once the kernel has a request without a reply."""
         if self.lost is not None:
-            raise self.lost
+            raise copy(self.lost)
         data, call = self.session.request(command, fields)
         self._write(data, call)
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -142,14 +143,14 @@ class AsyncConnection(asyncio.Protocol):
     def rest_of(self, call: PendingCall) -> "asyncio.Future[Any]":
         """Return a future for the reply to a cancel. Raises DistNetworkError if the connection was lost."""
         if self.lost is not None:
-            raise self.lost
+            raise copy(self.lost)
         future = self._futures[call] = self._loop.create_future()
         return future
 
     def confirm(self, lease: Request) -> None:
         """Confirm that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
         if self.lost is not None:
-            raise self.lost
+            raise copy(self.lost)
         self._write(self.session.request(*confirm(lease))[0])
 
     def give_back(self, lease: Request) -> None:

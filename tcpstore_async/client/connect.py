@@ -96,6 +96,10 @@ class _Tries:
         self._hung_up = 0
         """Handshakes in a row that the peer has cut off."""
 
+    def is_final(self, error: Exception) -> bool:
+        """Return whether the caller is to get this error of an attempt as it is."""
+        return self.refused_is_final and isinstance(error, ConnectionRefusedError)
+
     def limit(self) -> float | None:
         """Return the seconds that this attempt may take; None without limit."""
         left = self.deadline.left()
@@ -106,8 +110,6 @@ class _Tries:
 
     def after(self, error: Exception) -> float:
         """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
-        if self.refused_is_final and isinstance(error, ConnectionRefusedError):
-            raise error
         if isinstance(error, TlsFailed) and error.final:
             raise DistNetworkError(f"cannot connect to ({self.host}, {self.port}): {error}") from None
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
@@ -175,6 +177,8 @@ async def connect(
         try:
             return await asyncio.wait_for(_try(host, port, tries.pings, token, tls, name), tries.limit())
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
+            if tries.is_final(error):
+                raise
             pause = tries.after(error)
         await asyncio.sleep(pause)
 
@@ -250,30 +254,27 @@ async def open_connection(host: str, port: int, tls: ClientTls | None = None) ->
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
     """Resolve a name in a separate thread: one that hangs must delay neither others nor the end of the process."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[AddressInfo]] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
+    found: list[AddressInfo] = []
+    failed: list[OSError] = []
 
-    def deliver(found: list[AddressInfo] | None, error: OSError | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        elif found is not None:
-            answer.set_result(found)
+    def end() -> None:
+        if not done.done():
+            done.set_result(None)
 
     def resolve() -> None:
-        found: list[AddressInfo] | None = None
-        failed: OSError | None = None
         try:
-            found = _resolve(host, port)
+            found.extend(_resolve(host, port))
         except OSError as error:
-            failed = error
-        try:
-            loop.call_soon_threadsafe(deliver, found, failed)
-        except RuntimeError:
-            return  # the loop has been closed
+            failed.append(error.with_traceback(None))
+        with suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(end)
 
     threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True).start()
-    return await answer
+    await done
+    if failed:
+        raise failed.pop()
+    return found
 
 
 def _resolve(host: str, port: int) -> list[AddressInfo]:
@@ -376,6 +377,8 @@ def _persist(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attem
         try:
             return attempt(Attempt(tries.limit(), wanted))
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
+            if tries.is_final(error):
+                raise
             pause = tries.after(error)
         Attempt(pause, wanted).sleep()
 
@@ -463,7 +466,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
         try:
             asyncio.run(connect())
         except BaseException as error:
-            failed.append(error)
+            failed.append(error.with_traceback(None))
         if abandoned.is_set():
             _close_all(found)
 
@@ -482,7 +485,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
         _close_all(found)
         raise
     if failed:
-        raise failed[0]
+        raise failed.pop()
     return found[0]
 
 

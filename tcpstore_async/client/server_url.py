@@ -36,15 +36,15 @@ class HttpUrl(NamedTuple):
 
 def parse_http_url(url: str) -> HttpUrl:
     """Return the address. Raises ValueError for another URL."""
-    wrong = ValueError(f"{url!r} is not of the form http://HOST:PORT{bracket_hint(url)}")
+    wrong = f"{url!r} is not of the form http://HOST:PORT{bracket_hint(url)}"
     try:
         parts = urlsplit(url)
         port = 80 if parts.port is None else parts.port
     except ValueError:
-        raise wrong from None
+        raise ValueError(wrong) from None
     extra = parts.path.strip("/") or any(one in url for one in "?#@,")
     if parts.scheme != "http" or not parts.hostname or not port or extra:
-        raise wrong
+        raise ValueError(wrong)
     return HttpUrl(parts.hostname, port)
 
 
@@ -58,13 +58,13 @@ def bracket_hint(url: str) -> str:
 
 def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:
     """Return the address. The port may be left out only if there is a default. Raises ValueError for another URL."""
-    wrong = ValueError(f"{url!r} is not of the form {FORM}{bracket_hint(url)}")
+    wrong = f"{url!r} is not of the form {FORM}{bracket_hint(url)}"
     try:
         parts = urlsplit(url)
         port = default_port if parts.port is None else parts.port
     except ValueError:
-        raise wrong from None
+        raise ValueError(wrong) from None
     extra = parts.path.strip("/") or any(one in url for one in "?#@,")
     if parts.scheme not in ("tcp", "tcps") or not parts.hostname or not port or extra:
-        raise wrong
+        raise ValueError(wrong)
     return ServerUrl(parts.hostname, port, parts.scheme == "tcps")

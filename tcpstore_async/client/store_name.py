@@ -295,9 +295,8 @@ class StoreName:
                 f"use: {reply.reason}; wait until that store ends, or use another address"
             )
         if reply.status == REFUSED:
-            error = AccessDeniedError(f"the server refused to open the store {self.name!r}: {reply.reason}")
-            error.final = True
-            raise error
+            text = f"the server refused to open the store {self.name!r}: {reply.reason}"
+            raise AccessDeniedError(text, final=True)
         if reply.status == LOST:
             raise ConnectionError(reply.reason)
         raise StoreEndedError(reply.reason or reply.status)

@@ -549,7 +549,7 @@ class SyncConnection:
                 raise OSError(down.errno, f"{down.strerror}; {error}") from None
             finally:
                 peer.close()
-        raise down
+        raise OSError(down.errno, down.strerror)
 
     def replace(self, peer: socket.socket) -> None:
         """Use another connection under the same descriptor. Its caller closes `peer`."""
@@ -596,7 +596,7 @@ class SyncConnection:
     def mark_down(self, error: OSError) -> None:
         """The connection is broken."""
         self.down_since = time.monotonic()
-        self.down = error
+        self.down = error.with_traceback(None)
 
     def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
         """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection has just broken."""

@@ -62,9 +62,7 @@ class TlsFailed(ConnectionError):
 
 def tls_required() -> AccessDeniedError:
     """Return the error of a client that has not used TLS with a server that requires it."""
-    error = AccessDeniedError("the server requires TLS: use tcps://, or set TCPSTORE_TLS=1")
-    error.final = True
-    return error
+    return AccessDeniedError("the server requires TLS: use tcps://, or set TCPSTORE_TLS=1", final=True)
 
 
 def make_context(files: TlsFiles) -> ssl.SSLContext:

@@ -20,13 +20,13 @@ def within(seconds: float, function: Callable[[], _T]) -> _T:
         try:
             results.append(function())
         except BaseException as error:
-            errors.append(error)
+            errors.append(error.with_traceback(None))
 
     thread = threading.Thread(target=run, name="tcpstore doctor", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()
     if not results:
         raise TooSlow
     return results[0]

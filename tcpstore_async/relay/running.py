@@ -157,9 +157,7 @@ async def _first_attempt(running: Relay, signals: "asyncio.Queue[signal.Signals]
         signals.put_nowait(told.result())
     told.cancel()
     if running.refusal:
-        error = AccessDeniedError(f"cannot connect to {running.refusal}")
-        error.final = True
-        raise error
+        raise AccessDeniedError(f"cannot connect to {running.refusal}", final=True)
 
 
 def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:

@@ -215,9 +215,12 @@ class Upstream:
         except ConnectionError:
             peer.close()
             cause = None if self.tls is None else self.tls.cause()
-            if cause is not None:
-                raise cause from None
-            raise
+            try:
+                if cause is not None:
+                    raise cause from None
+                raise
+            finally:
+                del cause
         except BaseException:
             peer.close()
             raise

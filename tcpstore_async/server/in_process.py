@@ -46,7 +46,10 @@ class ServerThread:
         started: Future[tuple[asyncio.AbstractEventLoop, Server]] = Future()
         self._thread = threading.Thread(target=self._run, args=[started], name="tcpstore server", daemon=True)
         self._thread.start()
-        self._loop, self._server = started.result()
+        try:
+            self._loop, self._server = started.result()
+        finally:
+            del started
         self.max_connections = self._server.max_connections
         atexit.register(self.stop)
 
@@ -95,7 +98,7 @@ class ServerThread:
         except BaseException as error:
             if started.done():
                 raise
-            started.set_exception(error)
+            started.set_exception(error.with_traceback(None))
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
         server = server_class(self._backend)(self._listener, Limits(), tls=self._tls)

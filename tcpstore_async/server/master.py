@@ -292,7 +292,7 @@ class _Listening:
             try:
                 return wait_for_data(listen_at(family, address))
             except OSError as error:
-                tried.append((family, f"{address[0]!s}", error))
+                tried.append((family, f"{address[0]!s}", error.with_traceback(None)))
         raise errors_of(self.backend).no_address(self.port, tried, _running)
 
     def _adopt(self, fd: int) -> socket.socket:

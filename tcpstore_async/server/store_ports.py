@@ -116,8 +116,8 @@ class StorePorts:
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
-                last = error
-        raise last
+                refused = error.errno, error.strerror
+        raise OSError(*refused)
 
     def _accepted(self, store: NamedStore, fd: int, host: str, port: int) -> None:
         self._serve(fd, host, port, store)

@@ -183,9 +183,7 @@ def check_admitted(identity: Identity) -> None:
             else "the server requires a token: set TCPSTORE_TOKEN_FILE"
         )
     if reason:
-        error = AccessDeniedError(reason)
-        error.final = True
-        raise error
+        raise AccessDeniedError(reason, final=True)
 
 
 def granted_access(granted: Granted | None) -> Access | None:
@@ -224,9 +222,8 @@ def read_auth_reply(raw: bytes) -> tuple[Access, str]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ProtocolError("invalid reply to AUTH") from None
     if reply.status != OK:
-        error = AccessDeniedError(f"the server refused the token: {reply.reason or reply.status}")
-        error.final = reply.status == REFUSED
-        raise error
+        text = f"the server refused the token: {reply.reason or reply.status}"
+        raise AccessDeniedError(text, final=reply.status == REFUSED)
     access = granted_access(reply)
     assert access is not None
     return access, reply.closed

@@ -327,10 +327,10 @@ class LinkRegistry:
         """Return the time, in seconds of the server's clock."""
         return self.now if self.clock is None else self.clock()
 
-    def fail(self, transport: Transport, error: Exception) -> None:
+    def fail(self, transport: Transport) -> None:
         """Close a session after an exception that is no peer's fault. To be called in its handler."""
         if self.on_failure is None:
-            raise error
+            raise
         self.on_failure(transport)
 
     def tick(self, now: float) -> bool:

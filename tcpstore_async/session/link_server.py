@@ -74,8 +74,11 @@ class LinkInput(PartialRequest):
         evicted = self.carrier.engine.evicted
         if evicted:
             refusal = evicted.get(self.carrier)
-            if refusal is not None:  # by what one of its sessions did
-                raise refusal
+            try:
+                if refusal is not None:  # by what one of its sessions did
+                    raise refusal
+            finally:
+                del refusal
         return self, -need
 
     def held(self) -> int:

@@ -82,8 +82,8 @@ class LinkedSession(Transport):
                 self._execute(payload)
         except PeerError as error:
             self._fail(error)
-        except Exception as error:
-            self.link.registry.fail(self, error)
+        except Exception:
+            self.link.registry.fail(self)
 
     def go_on(self) -> int:
         """Execute what was held back. Returns what that cost, compared with a frame."""
@@ -98,8 +98,8 @@ class LinkedSession(Transport):
             self._execute(b"")
         except PeerError as error:
             self._fail(error)
-        except Exception as error:
-            self.link.registry.fail(self, error)
+        except Exception:
+            self.link.registry.fail(self)
         return cost
 
     def _execute(self, payload: bytes) -> None:

@@ -64,14 +64,15 @@ class _Job(Generic[_Result]):
         self.done = threading.Lock()
         self.done.acquire()
         self.result: _Result
-        self.error: BaseException | None = None
+        self.failed: list[BaseException] = []
+        """Its error, until that is raised: its traceback refers to this job."""
 
     def run(self) -> None:
         with LOCK:
             try:
                 self.result = self.operation()
             except BaseException as error:
-                self.error = error
+                self.failed.append(error)
             self.finished = True
         self.done.release()
 
@@ -95,8 +96,8 @@ def _execute_in_helper(operation: Callable[[], _Result]) -> _Result:
             job.done.acquire()  # handlers may run while this waits
         finally:
             _pending.remove(job)  # type: ignore[arg-type]
-    if job.error is not None:
-        raise job.error
+    if job.failed:
+        raise job.failed.pop()
     return job.result
 
 

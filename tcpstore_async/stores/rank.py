@@ -70,14 +70,15 @@ class Rank:
         """Return whether the server is that of this rank's round, before it is counted."""
         return not self._is_ours(client) or self._belongs(client, 1)
 
-    def pause(self, error: DistNetworkError) -> None:
-        """Wait before the next connection after a lost one. Raises DistNetworkError if there must be none."""
+    def pause(self) -> bool:
+        """Wait before the next connection after a lost one; return False if there must be none."""
         self.losses += 1
         if self._counted or self.is_master or self.losses >= _MOST_LOSSES or self.deadline.passed():
-            raise self.blame(error) from None
+            return False
         wait = backoff(self.losses)
         left = self.deadline.left()
         time.sleep(wait if left is None else min(wait, left))
+        return True
 
     def blame(self, error: DistNetworkError) -> DistNetworkError:
         """Return the error, with the number of connections that the server closed during a join."""

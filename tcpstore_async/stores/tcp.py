@@ -294,7 +294,8 @@ class TCPStore(Store):
             except DistNetworkError as error:
                 client.close()
                 assert rank is not None
-                rank.pause(error)
+                if not rank.pause():
+                    raise rank.blame(error) from None
             except StoreTimeoutError as error:
                 client.close()
                 raise StoreTimeoutError(f"no reply from {host}:{port} while joining: {error}") from None
@@ -689,18 +690,20 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
                 raise StoreTimeoutError
             time.sleep(_POLL_SECONDS)
     except StoreTimeoutError as late:
-        seconds = -(-in_milliseconds(deadline.timeout) // 1000)
-        try:
-            joined = str(_joined(client, Deadline(_LAST_LOOK)))
-        except StoreTimeoutError:
-            joined = "?"
-        error = StoreTimeoutError(
-            f"Timed out after {seconds} seconds waiting for clients. {joined}/{ranks} clients joined."
-        )
-        error.missing_ranks, error.elsewhere = late.missing_ranks, late.elsewhere
-        if late.missing_ranks:
-            error.args = (f"{error} M{explanation.ranks_text(late)[1:]}",)
-        raise error from None
+        raise _not_all_joined(client, deadline, ranks, late) from None
+
+
+def _not_all_joined(client: TCPClient, deadline: Deadline, ranks: int, late: StoreTimeoutError) -> StoreTimeoutError:
+    """Return the error of a rank whose wait for the others has ended with `late`."""
+    seconds = -(-in_milliseconds(deadline.timeout) // 1000)
+    try:
+        joined = str(_joined(client, Deadline(_LAST_LOOK)))
+    except StoreTimeoutError:
+        joined = "?"
+    text = f"Timed out after {seconds} seconds waiting for clients. {joined}/{ranks} clients joined."
+    error = StoreTimeoutError(f"{text} M{explanation.ranks_text(late)[1:]}" if late.missing_ranks else text)
+    error.missing_ranks, error.elsewhere = late.missing_ranks, late.elsewhere
+    return error
 
 
 def _joined(client: TCPClient, deadline: Deadline) -> int:

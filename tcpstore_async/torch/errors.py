@@ -3,6 +3,8 @@
 Whichever of the two a program catches, it catches what a store under PyTorch raises.
 """
 
+import traceback
+from contextlib import suppress
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -50,6 +52,26 @@ _JOINT: Final[dict[type[errors.DistError], type[errors.DistError]]] = {
     errors.DistNetworkError: DistNetworkError,
     errors.DistError: DistError,
 }
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of our frames that an error has passed, so that nobody who looks at them meets a store.
+
+    PyTorch's C++ objects that were not made to the end crash whoever prints them. Frames that are still being executed
+    are left alone.
+    """
+    seen = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        errors += (one.__cause__, one.__context__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if str(frame.f_globals.get("__name__", "")).startswith("tcpstore_async."):
+                with suppress(RuntimeError):  # it is being executed
+                    frame.clear()
 
 
 def joint(error: errors.DistError) -> errors.DistError:

@@ -27,7 +27,7 @@ from ..coercion import Text, Timeout, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
-from .errors import joint
+from .errors import forget_locals, joint
 
 S = TypeVar("S", bound="Store")
 
@@ -94,6 +94,13 @@ class _Kind(type(dist.Store)):  # type: ignore[misc]
     """
 
     _stands_for: type[Any] | None
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        try:
+            return super().__call__(*given, **named)
+        except BaseException as error:
+            forget_locals(error)
+            raise
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return bool(super().__instancecheck__(instance)) or issubclass(type(instance), cls)
@@ -170,7 +177,8 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
         self.close()
 
     def __repr__(self) -> str:
-        return repr(self._plain)
+        plain = vars(self).get("_plain")  # not there yet if a debugger, say, asks while it is made
+        return object.__repr__(self) if plain is None else repr(plain)
 
 
 def _make(make: Callable[..., base.Store], *given: Any, **named: Any) -> base.Store:

@@ -19,7 +19,7 @@ from ..client.store_name import StoreTakenError, find_server
 from ..coercion import to_seconds
 from . import native_server
 from .cpp_client import host_native, is_for_ourselves
-from .errors import joint
+from .errors import forget_locals, joint
 
 log = logging.getLogger("tcpstore_async.torch")
 
@@ -65,11 +65,16 @@ def constructor(stock: Init) -> Init:
 
     @functools.wraps(stock)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(inspect.currentframe()))
-        if options is None:
-            stock(self, *_unbracketed(given, named), **named)
-        else:
-            _host(stock, self, given, named, options)
+        try:
+            options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(inspect.currentframe()))
+            if options is None:
+                stock(self, *_unbracketed(given, named), **named)
+            else:
+                _host(stock, self, given, named, options)
+        except BaseException as error:
+            forget_locals(error)
+            del self  # as C++ code has no frame that would show it
+            raise
 
     return __init__
 
@@ -109,13 +114,13 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     except errors.DistError as error:
         if isinstance(error, StoreTakenError) or not (options.get("multi_tenant") and "EADDRINUSE" in str(error)):
             raise joint(error) from error.__cause__
-        why: Exception = error  # a server of PyTorch's in this process may be shared, too
+        why = str(error)  # a server of PyTorch's in this process may be shared, too
     except dist.DistError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
         if options["server"] is None and find_server(None) is not None:
             raise  # the others look for a name: nobody would come to PyTorch's server
-        why = error
+        why = str(error)
     else:
         if hosted is not None:
             log.info(

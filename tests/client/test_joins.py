@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -133,16 +132,13 @@ def test_a_rank_pauses_ever_longer_before_it_joins_again(monkeypatch: pytest.Mon
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(random, "uniform", lambda least, most: least)
-    lost = DistNetworkError("lost")
     rank = Rank(2, False, Deadline(-1))
-    for _ in range(7):
-        rank.pause(lost)
-    with pytest.raises(DistNetworkError, match="lost; the server closed 8 connections in a row"):
-        rank.pause(lost)
+    assert all(rank.pause() for _ in range(7))
+    assert not rank.pause()
+    assert "lost; the server closed 8 connections in a row" in str(rank.blame(DistNetworkError("lost")))
     assert pauses == [0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
     hurried = Rank(2, False, Deadline(1e-3))
-    with suppress(DistNetworkError):  # its time is up already
-        hurried.pause(lost)
+    hurried.pause()
     assert max(pauses[7:], default=0.0) <= 1e-3
 
 
