@@ -15,7 +15,7 @@ import socket
 from collections.abc import Generator, Iterable
 from typing import Final
 
-from ..addresses import format_address
+from ..addresses import format_address, spelled
 from ..errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import (
@@ -272,7 +272,7 @@ class StoreName:
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
-                f"{self.name!r} there"
+                f"{spelled(self.name)!r} there"
             )
         looks = self.looks()
         entered = yield from self._ask(session, host, not looks)
@@ -291,11 +291,11 @@ class StoreName:
             return with_store(identity, self.name, reply.incarnation)
         if reply.status == TAKEN:
             raise StoreTakenError(
-                f"cannot create the store {self.name!r} on the server at {host}:{port}: EADDRINUSE, address already in "
-                f"use: {reply.reason}; wait until that store ends, or use another address"
+                f"cannot create the store {spelled(self.name)!r} on the server at {host}:{port}: EADDRINUSE, address "
+                f"already in use: {reply.reason}; wait until that store ends, or use another address"
             )
         if reply.status == REFUSED:
-            error = AccessDeniedError(f"the server refused to open the store {self.name!r}: {reply.reason}")
+            error = AccessDeniedError(f"the server refused to open the store {spelled(self.name)!r}: {reply.reason}")
             error.final = True
             raise error
         if reply.status == LOST:
@@ -326,7 +326,7 @@ class StoreName:
         """Return why a connection that was being put into the store was not, for lack of time."""
         if not (self.asked or self.absent) or self.owner:
             return ""
-        text = f"the store {self.name!r} has not been created there"
+        text = f"the store {spelled(self.name)!r} has not been created there"
         if self.attempt:
             text += f" by attempt {self.attempt} of the job"
         if "/localhost:" in self.name:
