@@ -51,6 +51,12 @@ _ANY: Final = re.compile(r"0*")
 """Those of them that mean any of its addresses."""
 
 
+_FREE_IT: Final = (
+    "that is this process: close that store, or drop all references to it, before another one takes its name, or share "
+    "it (multi_tenant=True for both)"
+)
+
+
 class StoreEndedError(DistNetworkError):
     """The store with a name that a client was in has ended."""
 
@@ -290,9 +296,11 @@ class StoreName:
             session.store = self.name
             return with_store(identity, self.name, reply.incarnation)
         if reply.status == TAKEN:
+            ours = f"(host {socket.gethostname()}, pid {os.getpid()})" in reply.reason
             raise StoreTakenError(
                 f"cannot create the store {spelled(self.name)!r} on the server at {host}:{port}: EADDRINUSE, address "
-                f"already in use: {reply.reason}; wait until that store ends, or use another address"
+                f"already in use: {reply.reason}; "
+                + (_FREE_IT if ours else "wait until that store ends, or use another address")
             )
         if reply.status == REFUSED:
             error = AccessDeniedError(f"the server refused to open the store {spelled(self.name)!r}: {reply.reason}")

@@ -117,7 +117,8 @@ def test_a_second_owner_learns_of_the_first(url: str, name: str) -> None:
     with TCPStore(name, 1, None, True, LIMIT, server=url):
         with pytest.raises(
             DistNetworkError,
-            match=rf"already has an owner \(host .*, pid {os.getpid()}\), which created it \d+\.\d s ago",
+            match=rf"already has an owner \(host .*, pid {os.getpid()}\), which created it \d+\.\d s ago; "
+            "that is this process: close that store",
         ):
             TCPStore(name, 1, None, True, LIMIT, server=url)
         with TCPStore(name, 2, None, True, LIMIT, server=url):
@@ -196,6 +197,7 @@ def test_errors_spell_an_address_on_loopback_as_its_master_does(
     with late, pytest.raises(DistNetworkError) as failed:
         late.get("never")
     errors.append(str(failed.value))
+    assert "wait until that store ends" in errors[1]
     boot = this_network().partition("/")[0]
     assert [error for error in errors if "localhost:" not in error or boot in error] == []
 
