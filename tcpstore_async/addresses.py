@@ -15,6 +15,12 @@ def unbracketed(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") and ":" in host else host
 
 
+def spelled(name: str) -> str:
+    """Return the name of a store as its master spells the address: one on loopback has its host and user in front."""
+    _, local, port = name.rpartition("/localhost:")
+    return f"localhost:{port}" if local else name
+
+
 def unmapped(host: str) -> str:
     """Return the IPv4 address that a socket for both families shows as an IPv6 address; any other as it is."""
     return host[len(_MAPPED) :] if host.startswith(_MAPPED) and "." in host else host

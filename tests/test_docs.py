@@ -53,6 +53,13 @@ def test_the_wire_page_has_one_row_per_command() -> None:
     assert rows == [(str(command.opcode), command.name) for command in COMMANDS]
 
 
+def test_no_two_pages_have_one_title() -> None:
+    pages = {*ROOT.glob("docs/*.md"), ROOT / "bench" / "results" / "report.md"} - {ROOT / "docs" / "report.md"}
+    titles = [page.read_text().partition("\n")[0] for page in pages]
+    assert all(title.startswith("# ") for title in titles)
+    assert len(set(titles)) == len(titles)
+
+
 # Links
 
 

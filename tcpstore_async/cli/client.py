@@ -239,6 +239,7 @@ def pop(context: ClientContext, key: str, block: bool) -> None:
 @queue.command("len")
 @click.argument("key")
 @keys_store_option
+@wait_option
 @client_command
 def len_(context: ClientContext, key: str) -> None:
     """Print the number of items in a queue."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from ..client.server_url import HttpUrl, ServerUrl, parse_http_url, parse_server_url
+from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..secret_files import TlsFiles
@@ -237,12 +237,18 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
 
 
 def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
-    """Return the address of an option HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
+    """Return the address of an option HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter.
+
+    Only a URL may leave out the port: without one, a word alone may be anything.
+    """
+    bare = "://" not in text
+    url = f"tcp://{text}" if bare else text
     try:
-        return parse_server_url(text if "://" in text else f"tcp://{text}", DEFAULT_PORT)
-    except ValueError as error:
+        return parse_server_url(url, 0 if bare else DEFAULT_PORT)
+    except ValueError:
         only = "; only who, waiters, stat, top and stores take http://" if text.startswith("http://") else ""
-        raise click.BadParameter(f"{error}{only}", ctx, param) from None
+        wrong = f"{text!r} is not of the form HOST:PORT, {FORM}{bracket_hint(url)}{only}"
+        raise click.BadParameter(wrong, ctx, param) from None
 
 
 def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl | HttpUrl:

@@ -296,7 +296,7 @@ class Cancelled(Exception):
     """Another thread has closed or lost the store for which a connection was being made."""
 
 
-def _always() -> bool:
+def always() -> bool:
     return True
 
 
@@ -343,7 +343,7 @@ def connect_blocking(
     host: str,
     port: int,
     deadline: Deadline,
-    wanted: Callable[[], bool] = _always,
+    wanted: Callable[[], bool] = always,
     refused_is_final: bool = False,
     token: bytes = b"",
     tls: ClientTls | None = None,
@@ -369,7 +369,7 @@ def open_blocking(host: str, port: int, deadline: Deadline, refused_is_final: bo
     From a thread without a loop. Raises DistNetworkError and, if that is said to be final, ConnectionRefusedError.
     """
     tries = _Tries(host, port, deadline, refused_is_final, None)
-    return _persist(tries, _always, lambda attempt: _open_in_this_thread(host, port, attempt))
+    return _persist(tries, always, lambda attempt: _open_in_this_thread(host, port, attempt))
 
 
 def _persist(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attempt], T]) -> T:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ..addresses import spelled
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError, reason_of
 from ..locks import RLock
@@ -106,7 +107,7 @@ def open_port(
                 _running().sendmsg([order], rights)
         except (OSError, subprocess.SubprocessError) as error:
             _forget()
-            raise DistNetworkError(f"cannot forward connections to the store {name.name!r}: {error}") from None
+            raise DistNetworkError(f"cannot forward connections to the store {spelled(name.name)!r}: {error}") from None
         port: int = listener.getsockname()[1]
         return port
 
@@ -303,13 +304,14 @@ class _Port:
 
     def _lost(self, error: OSError) -> str:
         """Return what has become of the connections, and what to do."""
+        name = spelled(self.name.name)
         if isinstance(error, ConnectionRefusedError):
             return (
                 f"no process is listening at {self.server} any more, so this host's processes have lost the store "
-                f"{self.name.name!r} there: the server has ended, or its machine was restarted. Restart the "
+                f"{name!r} there: the server has ended, or its machine was restarted. Restart the "
                 "server and the job"
             )
-        return f"this host's processes have lost the store {self.name.name!r} at {self.server}: {reason_of(error)}"
+        return f"this host's processes have lost the store {name!r} at {self.server}: {reason_of(error)}"
 
     def left(self) -> None:
         self.connections -= 1

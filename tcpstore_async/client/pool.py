@@ -42,7 +42,7 @@ from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_a
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
 from . import background, capabilities, explanation, requests
-from .connect import Cancelled, connect_blocking
+from .connect import Cancelled, always, connect_blocking
 from .last_byte import describe_silence
 from .requests import ANOTHER, Request
 from .resume import resume_blocking, resume_idle
@@ -89,10 +89,12 @@ class TCPClient:
         name: StoreName | None = None,
         joins: bool = False,
         refused_is_final: bool = False,
+        wanted: Callable[[], bool] = always,
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
-        With `refused_is_final`, raises ConnectionRefusedError at once if nobody listens there.
+        With `refused_is_final`, raises ConnectionRefusedError at once if nobody listens there. `wanted` says, when
+        asked, whether to go on.
 
         `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
         every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
@@ -130,7 +132,7 @@ class TCPClient:
             limit = Deadline(timeout, began)
             asks = joins and not token and name is None  # otherwise the connection's identity will be known
             opened = connect_blocking(
-                host, port, limit, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
+                host, port, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
             )
             self._start([SyncConnection(*opened)])
         except BaseException:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Generator, Iterable
 from typing import Final
 
-from ..addresses import format_address
+from ..addresses import format_address, spelled
 from ..errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import (
@@ -49,6 +49,12 @@ _LOOPBACK: Final = re.compile(
 
 _ANY: Final = re.compile(r"0*")
 """Those of them that mean any of its addresses."""
+
+
+_FREE_IT: Final = (
+    "that is this process: close that store, or drop all references to it, before another one takes its name, or share "
+    "it (multi_tenant=True for both)"
+)
 
 
 class StoreEndedError(DistNetworkError):
@@ -272,7 +278,7 @@ class StoreName:
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
-                f"{self.name!r} there"
+                f"{spelled(self.name)!r} there"
             )
         looks = self.looks()
         entered = yield from self._ask(session, host, not looks)
@@ -290,12 +296,14 @@ class StoreName:
             session.store = self.name
             return with_store(identity, self.name, reply.incarnation)
         if reply.status == TAKEN:
+            ours = f"(host {socket.gethostname()}, pid {os.getpid()})" in reply.reason
             raise StoreTakenError(
-                f"cannot create the store {self.name!r} on the server at {host}:{port}: EADDRINUSE, address already in "
-                f"use: {reply.reason}; wait until that store ends, or use another address"
+                f"cannot create the store {spelled(self.name)!r} on the server at {host}:{port}: EADDRINUSE, address "
+                f"already in use: {reply.reason}; "
+                + (_FREE_IT if ours else "wait until that store ends, or use another address")
             )
         if reply.status == REFUSED:
-            text = f"the server refused to open the store {self.name!r}: {reply.reason}"
+            text = f"the server refused to open the store {spelled(self.name)!r}: {reply.reason}"
             raise AccessDeniedError(text, final=True)
         if reply.status == LOST:
             raise ConnectionError(reply.reason)
@@ -325,7 +333,7 @@ class StoreName:
         """Return why a connection that was being put into the store was not, for lack of time."""
         if not (self.asked or self.absent) or self.owner:
             return ""
-        text = f"the store {self.name!r} has not been created there"
+        text = f"the store {spelled(self.name)!r} has not been created there"
         if self.attempt:
             text += f" by attempt {self.attempt} of the job"
         if "/localhost:" in self.name:

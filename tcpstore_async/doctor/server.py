@@ -69,13 +69,11 @@ def _unreachable(host: str, port: int, reason: str) -> Finding:
 
 def _silent(host: str, port: int, listener: Holder) -> Finding:
     """Another server could not listen there, as this one still does."""
-    who = str(listener)
     if listener.pid:
         fix = f"see what that process is doing (T is stopped): ps -o stat,wchan:32,args -p {listener.pid}"
     else:
-        who += ","
-        fix = "run this command as root, to see which process that is"
-    text = f"{format_address(host, port)} cannot be used: {who} holds the port and does not answer"
+        fix = "run this command as root, outside of containers, to see which process that is"
+    text = f"{format_address(host, port)} cannot be used: {listener} holds the port and does not answer"
     return Finding("server", FAIL, text, fix)
 
 

@@ -57,9 +57,9 @@ class Holder(NamedTuple):
         if not self.pid:
             text = f"a process of uid {self.uid} that was not found"
             if os.geteuid() in (0, self.uid):
-                text += ": it may be in another container"
+                text += " (it may be in another container)"
             else:
-                text += ": only that user, and root, can see which"
+                text += " (only that user, and root, can see which)"
         elif self.pid == os.getpid():
             text = f"this process, pid {self.pid}"
         else:

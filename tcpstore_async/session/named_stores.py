@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from ..accounts import Account
+from ..addresses import spelled
 from ..errors import NotAllowedError, PeerError, ProtocolError
 from ..incremental import DeferredWork, FreeDict, IncrementalCommand
 from ..values import Framed, pack, unpack
@@ -168,7 +169,7 @@ class NamedStore:
         self.engine.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
 
     def __str__(self) -> str:
-        return f"the store {self.name!r}"
+        return f"the store {spelled(self.name)!r}"
 
     def account(self, usage: TokenUsage) -> Account:
         """Return what the holders of a token have stored in it."""
@@ -182,8 +183,8 @@ class NamedStore:
         return STORE_BYTES + ADDRESS_BYTES * len(self.addresses)
 
     def spelling(self) -> str:
-        """Return what its owner calls it: a name of one host has more in front, and is that of any address, too."""
-        name = f"0.0.0.0:{_port(self.name)}" if self.addresses else self.name.rpartition("/")[2]
+        """Return what its owner calls it, and who that is; a name on loopback is that of any address, too."""
+        name = f"0.0.0.0:{_port(self.name)}" if self.addresses else spelled(self.name)
         return f"{name[:_SHOWN_NAME]} ({self.creator})"
 
     def joined(self) -> int:
@@ -410,7 +411,7 @@ class NamedStores:
 
     def why_ended(self, name: str, incarnation: str) -> str:
         _, why = self.ended.get(incarnation, ("", ""))
-        return f"the store {name!r} ended" + (f": {why}" if why else "")
+        return f"the store {spelled(name)!r} ended" + (f": {why}" if why else "")
 
     def _absent(self, entry: Entry) -> Framed:
         """Return the reply to a session for which there is no store, and that does not wait."""
@@ -425,7 +426,7 @@ class NamedStores:
 
     def _why_absent(self, name: str) -> str:
         last = next((incarnation for incarnation, (ended, _) in reversed(self.ended.items()) if ended == name), None)
-        return f"there is no store {name!r}" if last is None else self.why_ended(name, last)
+        return f"there is no store {spelled(name)!r}" if last is None else self.why_ended(name, last)
 
     def engines(self) -> list[Engine]:
         """Return the engines of all stores with names that sessions may be in."""

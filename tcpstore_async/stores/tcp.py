@@ -21,6 +21,7 @@ from typing import Any, Final
 from ..addresses import unbracketed
 from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
+from ..client.connect import always
 from ..client.credentials import TOKEN, TOKEN_FILE, find_token
 from ..client.pool import TCPClient
 from ..client.requests import Request
@@ -47,6 +48,7 @@ from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
 from .held_port import HeldPort, hold
+from .own_address import OwnAddress
 from .rank import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
@@ -266,6 +268,7 @@ class TCPStore(Store):
             None if ranks is None else Rank(ranks, self._owns or self._hosted is not None, deadline, self._rank_token)
         )
         host, port = (self.host, self.port) if self._server is None else self._server[:2]
+        own = None if self._hosted is None else OwnAddress(host, port)
         while True:
             try:
                 tls = None if self._tls is None else self._tls.renewed()
@@ -281,8 +284,11 @@ class TCPStore(Store):
                     name,
                     joins=rank is not None,
                     refused_is_final=self._refused_is_final,
+                    wanted=always if own is None else own.wait,
                 )
             except DistNetworkError as error:
+                if own is not None and own.fault:
+                    raise DistNetworkError(f"{error} {own.fault}") from None
                 raise (error if rank is None else rank.blame(error)) from None
             client.joining = True
             try:

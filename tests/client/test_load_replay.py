@@ -590,7 +590,7 @@ def test_a_full_disk_does_not_end_the_job() -> None:
         (("-w", "{}", "--host", "192.0.2.1"), 1, "Error: cannot listen on 192.0.2.1:29500"),
         (("-w", "{}", "--upstream", "tcp://no.such.host.invalid:1"), 1, "Error: cannot resolve no.such.host.invalid"),
         (("-w", "{}", "--upstream", "tcp://127.0.0.1:29617", "--port", "29617"), 1, "is the recorder's own address"),
-        (("-w", "{}", "--upstream", "nonsense"), 2, "is not of the form tcp://HOST:PORT"),
+        (("-w", "{}", "--upstream", "nonsense"), 2, "'nonsense' is not of the form HOST:PORT, tcp://HOST:PORT"),
         ((), 2, "Missing option '-w'"),
     ],
 )

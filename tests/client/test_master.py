@@ -21,6 +21,7 @@ from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.port_holder import PROC, find_holder
+from tcpstore_async.stores import own_address
 
 SOON = 3.0
 """Enough for a server to start on a busy machine."""
@@ -308,6 +309,25 @@ def test_a_constructor_that_fails_leaves_nothing(port: int) -> None:
             TCPStore("127.0.0.1", port, 2, True, SOON)
         is_free(port)
         until(lambda: threading.active_count() == before)  # the server's log is listened to until it has ended
+
+
+def test_an_address_of_another_machine(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A master waits for its own server there: the log says so early, and the error does."""
+    monkeypatch.setattr(own_address, "_SLOW_SECONDS", 0.0)
+    said = f"192.0.2.1 is not an address of this machine, where this store's server listens on port {port}: "
+    with pytest.raises(DistNetworkError, match=said):  # an address for documentation
+        TCPStore("192.0.2.1", port, 1, True, SOON)
+    assert [record.levelname for record in caplog.records if said in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "no.such.host.invalid"])
+def test_an_address_that_may_lead_here(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A name that is not known yet may be, once its pod has started."""
+    own = own_address.OwnAddress(host, 29500)
+    own._check()
+    assert (own.fault, caplog.records) == ("", [])
 
 
 def test_closing_again_and_again(port: int) -> None:

@@ -48,8 +48,8 @@ if mode != "stock":
 if user:
     os.setuid(int(user))
 
-def make(host, port, master, **more):
-    return dist.TCPStore(host, port, None, master, timedelta(seconds=60), wait_for_workers=False, **more)
+def make(host, port, master, seconds=60):
+    return dist.TCPStore(host, port, None, master, timedelta(seconds=seconds), wait_for_workers=False)
 
 def own(host, port):
     global store
@@ -59,6 +59,13 @@ def own(host, port):
 
 def read(host, port):
     return make(host, port, False).get("who").decode()
+
+def finds(host, port):
+    try:
+        return bool(make(host, port, False, 2))
+    except dist.DistNetworkError as error:
+        assert "has not been created there" in str(error), error
+        return False
 
 def is_free(host, port, how):
     with socket.socket() as probe:
@@ -306,6 +313,15 @@ def test_two_users_scan_from_one_base(world: World) -> None:
     assert ports[0] != ports[1]
     assert world.engine()("read", "127.0.0.1", ports[0]) == f"{world.mode}{first.program.pid}"
     assert world.engine(user=str(OTHER))("read", "127.0.0.1", ports[1]) == f"{world.mode}{second.program.pid}"
+
+
+@needs_root
+def test_a_loopback_address_is_within_one_user(world: World) -> None:
+    """On PyTorch alone it is within one host."""
+    port, rank, stranger, master = free_port(), world.engine(), world.engine(user=str(OTHER)), world.engine()
+    master("own", "127.0.0.1", port)
+    assert rank("finds", "127.0.0.1", port)
+    assert stranger("finds", "127.0.0.1", port) == (not world.mode.startswith("names"))
 
 
 @needs_root

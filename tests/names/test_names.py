@@ -117,7 +117,8 @@ def test_a_second_owner_learns_of_the_first(url: str, name: str) -> None:
     with TCPStore(name, 1, None, True, LIMIT, server=url):
         with pytest.raises(
             DistNetworkError,
-            match=rf"already has an owner \(host .*, pid {os.getpid()}\), which created it \d+\.\d s ago",
+            match=rf"already has an owner \(host .*, pid {os.getpid()}\), which created it \d+\.\d s ago; "
+            "that is this process: close that store",
         ):
             TCPStore(name, 1, None, True, LIMIT, server=url)
         with TCPStore(name, 2, None, True, LIMIT, server=url):
@@ -179,6 +180,26 @@ def owner(url: str, name: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1"])
+def test_errors_spell_an_address_on_loopback_as_its_master_does(
+    url: str, name: str, owner: subprocess.Popen[str]
+) -> None:
+    """In front, the name has this host's boot id, its network and the user."""
+    late = TCPStore(name, 1, timeout=LIMIT, server=url)
+    errors = []
+    for host, port, master in ((name, 2, False), (name, 1, True), ("node7", 1, False)):
+        with pytest.raises(DistNetworkError) as failed:
+            TCPStore(host, port, None, master, LIMIT if master else 2.0, server=url)
+        errors.append(str(failed.value))
+    owner.kill()
+    with late, pytest.raises(DistNetworkError) as failed:
+        late.get("never")
+    errors.append(str(failed.value))
+    assert "wait until that store ends" in errors[1]
+    boot = this_network().partition("/")[0]
+    assert [error for error in errors if "localhost:" not in error or boot in error] == []
 
 
 def test_a_killed_owner_ends_its_store(url: str, name: str, owner: subprocess.Popen[str]) -> None:

@@ -176,9 +176,9 @@ def test_a_process_of_another_user(proc: Path) -> None:
 def test_a_process_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root is not told that it may not see it."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert str(Holder("", 0)) == "a process of uid 0 that was not found: only that user, and root, can see which"
+    assert str(Holder("", 0)) == "a process of uid 0 that was not found (only that user, and root, can see which)"
     for user in (0, 1000):
-        text = f"a process of uid {user} that was not found: it may be in another container"
+        text = f"a process of uid {user} that was not found (it may be in another container)"
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
         assert str(Holder("", user)) == text
     monkeypatch.setattr(os, "geteuid", lambda: 0)

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import support
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.cli import main
+from tcpstore_async.client.server_url import FORM
 from tcpstore_async.version import VERSION
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -201,7 +202,7 @@ def test_what_delete_refuses() -> None:
     assert b"it is empty, and would delete all keys" in tcpstore("delete", "--prefix", "").stderr
 
 
-AT_ONCE = (["ping"], ["info"], ["keys"], ["num-keys"], ["check", "a"], ["latency"])
+AT_ONCE = (["ping"], ["info"], ["keys"], ["num-keys"], ["check", "a"], ["queue", "len", "q"], ["latency"])
 
 
 def test_who_operates_a_server_learns_at_once_that_there_is_none() -> None:
@@ -263,6 +264,10 @@ def test_addresses(address: str) -> None:
 
 
 def test_an_address_that_is_none() -> None:
+    for address in ("nonsense", "127.0.0.1", "[::1]", ":29500", "node7:", "node7:x", "tcp://node7:x", "udp://node7:1"):
+        done = tcpstore("ping", "--url", address)
+        assert done.returncode == 2, address
+        assert done.stderr.decode().endswith(f"{address!r} is not of the form HOST:PORT, {FORM}\n"), done.stderr
     for address in ("::1:29500", "tcp://::1:29500"):
         done = tcpstore("ping", "--url", address)
         assert done.returncode == 2

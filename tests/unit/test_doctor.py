@@ -386,13 +386,13 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listener", "who", "fix"),
+    ("listener", "fix"),
     [
-        (Holder("", 0, 7, "tcpstore serve"), "pid 7 (tcpstore serve)", "see what that process is doing "),
-        (Holder("", 9), "a process owned by uid 9, which is not visible from here,", "run this command as root"),
+        (Holder("", 0, 7, "tcpstore serve"), "see what that process is doing "),
+        (Holder("", 9), "run this command as root, outside of containers, "),
     ],
 )
-def test_a_listener_that_does_not_answer(listener: Holder, who: str, fix: str) -> None:
+def test_a_listener_that_does_not_answer(listener: Holder, fix: str) -> None:
     """No other server can be started on its port."""
 
     async def connect() -> AsyncTCPStore:
@@ -400,7 +400,7 @@ def test_a_listener_that_does_not_answer(listener: Holder, who: str, fix: str) -
         raise AssertionError
 
     (found,) = check_server(Way("store", 1, connect), -0.99, lambda: listener)
-    assert found.text == f"store:1 cannot be used: {who} holds the port and does not answer"
+    assert found.text == f"store:1 cannot be used: {listener} holds the port and does not answer"
     assert found.fix.startswith(fix)
 
 
