@@ -54,7 +54,7 @@ SAME_LAYER |= {("agents", "incremental")}
 SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiter_types"), ("keyspace", "incremental")}
 SAME_LAYER |= {("shared_requests", "waiters"), ("shared_requests", "waiter_types"), ("shared_requests", "incremental")}
 SAME_LAYER |= {("waiters", "waiter_types"), ("waiters", "incremental"), ("waiter_types", "incremental")}
-SAME_LAYER |= {(user, "accounts") for user in ("waiters", "waiter_types", "incremental")}
+SAME_LAYER |= {(user, "accounts") for user in ("agents", "waiters", "waiter_types", "incremental")}
 SAME_LAYER |= {
     (lower, upper) for lower in ("incremental", "waiter_types") for upper in ("keyspace", "waiters", "waiter_types")
 }
