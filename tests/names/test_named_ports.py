@@ -66,6 +66,8 @@ def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, o
             mine.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             with await asyncio.to_thread(RawPeer, listener.getsockname()[1]) as peer:
                 await asyncio.to_thread(peer.ping)
+                peer.socket.shutdown(socket.SHUT_WR)
+                assert await asyncio.to_thread(peer.closed)  # then the port is given up: nothing is left for the loop
             mine.close()
             await forwarding
 

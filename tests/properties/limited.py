@@ -265,18 +265,18 @@ def pools(rng: random.Random, often: Sequence[str] = (), count: int = 120) -> li
     weights = [weight * rng.choice([0.1, 1, 1, 4]) + 20 * (name in often) for name, weight in WEIGHTS.items()]
     names = rng.sample([b"k", b"q", b"n", b"long" * 20, b"", b"r"], 6 if often else rng.choice([2, 3, 5]))
     kinds = rng.choices(list(WEIGHTS), weights, k=count)
-    ends = rng.choice([0, 0, count // 3])
+    ends = rng.choice([0, 0, count])
     chosen = []
     for prefix in PREFIXES:
         keys = [b"/" + prefix.encode() + name for name in names]
         commands = [random_command(rng, keys, kind) for kind in kinds]
-        chosen.append(commands + [ending_command(rng, rng.choice(keys[:2])) for _ in range(ends)])
+        chosen.append(commands + [ending_command(rng, keys[0]) for _ in range(ends)])
     return chosen
 
 
 def ending_command(rng: random.Random, key: bytes) -> Command:
     """Return a command of an agent that is alone, whose job ends and is forgotten."""
-    name = rng.choice(AGENTS)
+    name = AGENTS[0]
     meet = Command("meet", key, name, 1, 1, rng.choice([-1, 0, 1]))
     close = Command("attend", key, name, 3, rng.choice([1, 1, 1, 0]))
     return rng.choice([meet, meet, close, Command("delete_key", key), Command("attend", key, name, 4, 0)])

@@ -104,6 +104,8 @@ def chosen(seed: int) -> Schedule:
         calls = [10 * weight * (fields == queue) + weight % 2 for weight, _, fields in CALLS]
     elif rng.random() < 0.3:  # mostly about lists of keys
         calls = [weight * (10 if fields == "M" else name in ("set", "delete_key")) for weight, name, fields in CALLS]
+    elif rng.random() < 0.1:  # mostly about counters
+        calls = [weight * (fields[:1] == "c") for weight, _, fields in CALLS]
     calls[0] += 1
     count = rng.randrange(10, 41)
     random_ = rng.random
