@@ -110,21 +110,24 @@ class ServerHandle:
         self._counted = counted
         self._release = weakref.finalize(self, counted.release)
 
-    def announce(self, joins: int) -> None:
-        """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold that many connections."""
-        text = self.check_capacity(joins)
+    def announce(self, joins: int, connections: int = 0) -> None:
+        """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold their `connections`.
+
+        That is how many they need at once, 0 if one each.
+        """
+        text = self.check_capacity(joins, connections)
         if text:
             raise DistStoreError(text)
         self._counted.server.announce(joins)
 
-    def check_capacity(self, joins: int) -> str:
+    def check_capacity(self, joins: int, connections: int = 0) -> str:
         """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit.
 
         For a store that does not wait for its workers this is all: they may be fewer, or not connected all at once.
         """
         server = self._counted.server
-        if joins > server.max_connections:
-            text = _too_many(joins, server)
+        if max(joins, connections) > server.max_connections:
+            text = _too_many(joins, max(joins, connections), server)
             log.error("%s", text)
             return text
         log_short_backlog(joins)
@@ -238,13 +241,14 @@ def _runs_in_thread() -> bool:
     return where == "thread"
 
 
-def _too_many(joins: int, server: RunningServer) -> str:
+def _too_many(joins: int, connections: int, server: RunningServer) -> str:
     is_thread = server.pid == os.getpid()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
+    more = "" if connections == joins else f", which need {connections} connections at once as they join"
     return (
-        f"the server on port {server.port} cannot accept {joins} ranks: the limit on open files "
+        f"the server on port {server.port} cannot accept {joins} ranks{more}: the limit on open files "
         f"(ulimit -{'S' if is_thread else 'H'}n: {limit}) allows only {counted(server.max_connections, 'connection')}; "
-        f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
+        f"start rank 0 with a limit of at least {connections + limit - server.max_connections}"
     )
 
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -324,9 +325,10 @@ def test_the_server_outlives_uninstall(port: int) -> None:
     assert not in_use(port)
 
 
-def run(code: str, **env: str) -> tuple[str, str]:
+def run(code: str, *arguments: object, **env: str) -> tuple[str, str]:
     """Run a program, as if it imported PyTorch itself; return its stdout and stderr."""
-    with Program("from tcpstore_async.autoload import autoload; autoload()\n" + code, env=env) as program:
+    autoload = "from tcpstore_async.autoload import autoload; autoload()\n"
+    with Program(autoload + code, *arguments, env=env) as program:
         return unsaid(program.output()).strip(), program.errors()
 
 
@@ -487,3 +489,50 @@ def test_a_server_runs_until_it_is_released_if_the_socket_is_unknown() -> None:
     assert not handle.released
     server.release()
     assert handle.released
+
+
+WORLD_WITHIN_A_LIMIT = """
+import os, re, resource, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+
+way, port, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ranks = 3
+
+def join(rank):
+    if way == "rendezvous":
+        url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size={ranks}"
+        return next(dist.rendezvous(url, timeout=timedelta(seconds=90)))[0]
+    return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=90))
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+others = []
+for rank in range(1, ranks):
+    others.append(os.fork())
+    if not others[-1]:
+        join(rank).barrier("over", ranks)
+        os._exit(0)
+try:
+    store = join(0)
+    store.barrier("over", ranks)
+    print("fits", [os.waitpid(pid, 0)[1] for pid in others])
+except dist.DistStoreError as error:
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    print(re.sub("port [0-9]+", "port", str(error)))
+"""
+
+
+@pytest.mark.parametrize("way", ["rendezvous", "TCPStore"])
+def test_a_world_of_pytorchs_clients_needs_more_connections_than_ranks(way: str) -> None:
+    """While they join, some have two: with the limit that is named all join, with less it is an error at once."""
+
+    def form(limit: int) -> str:
+        return run(WORLD_WITHIN_A_LIMIT, way, free_port(), limit, TCPSTORE_INSTALL="1")[0]
+
+    said = form(82)
+    needed = re.search(r"a limit of at least (\d+)$", said)
+    assert needed, said
+    assert f"cannot accept 3 ranks, which need {5 if way == 'rendezvous' else 4} connections at once" in said
+    assert form(int(needed[1])) == "fits [0, 0]"
+    assert "cannot accept 3 ranks, which" in form(int(needed[1]) - 1)
