@@ -134,7 +134,7 @@ def _warn_if_foreign(place: plain.Place, store: tcp.TCPStore) -> None:
 def _open_file(place: plain.FilePlace, timeout: Timeout) -> dist.Store:
     lifetimes.close_ended()
     store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
-    lifetimes.opened(store, stores.close_with_clones)
+    lifetimes.opened(store, stores.close_with_clones, stores.keep_file)
     return store
 
 

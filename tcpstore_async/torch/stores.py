@@ -54,6 +54,11 @@ def close_with_clones(store: "Store") -> None:
             one.close()
 
 
+def keep_file(store: "FileStore") -> None:
+    """Have the file of a store stay when it is closed, as in PyTorch the file of RPC's."""
+    store._plain._keep_file()
+
+
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
 
 
@@ -371,16 +376,17 @@ class PrefixStore(Store):
     @property
     def _underlying_non_prefix_store(self) -> dist.Store:
         """The first underlying store that is no prefix; PyTorch looks this name up."""
-        store: Any = self._underlying
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return cast(dist.Store, store)
+        return cast(dist.Store, _lowest(self))
 
     def clone(self) -> "PrefixStore":
         """Return the same prefix over a clone of the underlying store, which is closed with it."""
         copy = PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
         copy._origin = self if self._origin is None else self._origin
         return copy
+
+
+# PyTorch's own would stop at a prefix of ours below it.
+_CPP_CLASSES["PrefixStore"]._underlying_non_prefix_store = property(_lowest)
 
 
 class _Adapter(base.Store):
