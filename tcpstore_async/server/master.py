@@ -83,6 +83,10 @@ class _CountedServer:
             self.server.stop()
 
 
+class _NoServer(RuntimeError):
+    """No process could be started, and a thread will not do."""
+
+
 _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
 
 _shared: Final[dict[int, _CountedServer]] = {}
@@ -175,7 +179,7 @@ def host(
     `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the server that is started, but
     for nothing else. Raises DistNetworkError if the address cannot be had or the server is not ready in time,
     DistStoreError if `listen_fd` has another port or the file of token keys cannot be used, and RuntimeError if the
-    server could only be a thread and must not.
+    server could only be a thread and must not: `listen_fd` is the caller's again then.
     """
     check_backend(backend)
     in_thread = _runs_in_thread()
@@ -341,7 +345,12 @@ def _start(
 ) -> _CountedServer:
     with close_on_fork(listening.open()) as listener:
         address = str(listener.getsockname()[0])
-        server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
+        try:
+            server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
+        except _NoServer:
+            if listening.fd is not None:
+                listener.detach()
+            raise
         if server is None:
             server = _start_thread(listener, listening)
         return _CountedServer(server, listening, shared, address)
@@ -368,7 +377,7 @@ def _start_process(
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
-            raise RuntimeError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
+            raise _NoServer(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
 

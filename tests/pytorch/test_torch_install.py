@@ -203,12 +203,18 @@ def test_importing_our_package_first_installs_as_well() -> None:
 
 @autoload
 def test_an_unknown_word_is_a_warning() -> None:
-    text = "ignoring TCPSTORE_INSTALL, so PyTorch will use its own stores: expected 1, native, python or classes"
+    text = "ignoring TCPSTORE_INSTALL, so PyTorch will use its own stores: expected 1, python or classes"
     printed, warned = say(SAY, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
     assert printed == "torch torch torch"
     assert text in warned
     printed, warned = say(SAY, TCPSTORE_INSTALL="yes")
     assert (printed, warned) == ("torch torch torch", f"{text}, got 'yes'"), "where warnings are errors"
+
+
+@autoload
+def test_another_word_for_1_is_a_warning() -> None:
+    expected = "TCPSTORE_INSTALL=native means 1, and a later version will not know it: use 1"
+    assert autoloaded(SAY, TCPSTORE_INSTALL="native") == ("torch torch tcpstore_async", expected)
 
 
 @autoload
