@@ -24,7 +24,7 @@ LAYERS = {
     "wire": 1, "access": 1, "accounts": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
     "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,
-    "server": 3, "client": 3, "tokens": 3, "secret_files": 3, "locks": 3,
+    "server": 3, "client": 3, "tokens": 3, "secret_files": 3, "locks": 3, "python_process": 3,
     "stores": 4, "load": 4, "diagnosis": 4,
     "serving": 5, "web": 5, "relay": 5, "doctor": 5, "rendezvous_url": 5, "collectives": 5,
     "cli": 6, "torch": 6,
@@ -47,6 +47,7 @@ SAME_LAYER = {
 SAME_LAYER |= {("relay", "serving"), ("serving", "web"), ("access", "wire")}
 SAME_LAYER |= {("client", "secret_files"), ("server", "secret_files"), ("tokens", "secret_files")}
 SAME_LAYER |= {("client", "locks"), ("server", "locks")}
+SAME_LAYER |= {("client", "python_process"), ("server", "python_process")}
 SAME_LAYER |= {("server", "tokens")}
 SAME_LAYER |= {("joins", "agents"), ("joins", "waiter_types"), ("joins", "incremental")}
 SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiter_types")}

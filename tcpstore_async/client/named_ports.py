@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from .. import python_process
 from ..addresses import spelled
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError, reason_of
@@ -145,10 +146,10 @@ def _running() -> socket.socket:
         try:
             with its:
                 starter = subprocess.Popen(
-                    [sys.executable, "-S", "-c", _PROGRAM, str(its.fileno()), _ROOT, *filter(None, sys.path)],
+                    [*python_process.command(_PROGRAM), str(its.fileno()), _ROOT, *filter(None, sys.path)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env={name: text for name, text in os.environ.items() if name[:6] != "PYTHON"},
+                    env=python_process.environment(),
                     pass_fds=[its.fileno()],
                     start_new_session=True,
                 )

@@ -83,6 +83,10 @@ class _CountedServer:
             self.server.stop()
 
 
+class _NoServer(RuntimeError):
+    """No process could be started, and a thread will not do."""
+
+
 _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
 
 _shared: Final[dict[int, _CountedServer]] = {}
@@ -110,21 +114,24 @@ class ServerHandle:
         self._counted = counted
         self._release = weakref.finalize(self, counted.release)
 
-    def announce(self, joins: int) -> None:
-        """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold that many connections."""
-        text = self.check_capacity(joins)
+    def announce(self, joins: int, connections: int = 0) -> None:
+        """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold their `connections`.
+
+        That is how many they need at once, 0 if one each.
+        """
+        text = self.check_capacity(joins, connections)
         if text:
             raise DistStoreError(text)
         self._counted.server.announce(joins)
 
-    def check_capacity(self, joins: int) -> str:
+    def check_capacity(self, joins: int, connections: int = 0) -> str:
         """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit.
 
         For a store that does not wait for its workers this is all: they may be fewer, or not connected all at once.
         """
         server = self._counted.server
-        if joins > server.max_connections:
-            text = _too_many(joins, server)
+        if max(joins, connections) > server.max_connections:
+            text = _too_many(joins, max(joins, connections), server)
             log.error("%s", text)
             return text
         log_short_backlog(joins)
@@ -172,7 +179,7 @@ def host(
     `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the server that is started, but
     for nothing else. Raises DistNetworkError if the address cannot be had or the server is not ready in time,
     DistStoreError if `listen_fd` has another port or the file of token keys cannot be used, and RuntimeError if the
-    server could only be a thread and must not.
+    server could only be a thread and must not: `listen_fd` is the caller's again then.
     """
     check_backend(backend)
     in_thread = _runs_in_thread()
@@ -238,13 +245,14 @@ def _runs_in_thread() -> bool:
     return where == "thread"
 
 
-def _too_many(joins: int, server: RunningServer) -> str:
+def _too_many(joins: int, connections: int, server: RunningServer) -> str:
     is_thread = server.pid == os.getpid()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
+    more = "" if connections == joins else f", which need {connections} connections at once as they join"
     return (
-        f"the server on port {server.port} cannot accept {joins} ranks: the limit on open files "
+        f"the server on port {server.port} cannot accept {joins} ranks{more}: the limit on open files "
         f"(ulimit -{'S' if is_thread else 'H'}n: {limit}) allows only {counted(server.max_connections, 'connection')}; "
-        f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
+        f"start rank 0 with a limit of at least {connections + limit - server.max_connections}"
     )
 
 
@@ -337,7 +345,12 @@ def _start(
 ) -> _CountedServer:
     with close_on_fork(listening.open()) as listener:
         address = str(listener.getsockname()[0])
-        server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
+        try:
+            server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
+        except _NoServer:
+            if listening.fd is not None:
+                listener.detach()
+            raise
         if server is None:
             server = _start_thread(listener, listening)
         return _CountedServer(server, listening, shared, address)
@@ -364,7 +377,7 @@ def _start_process(
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
-            raise RuntimeError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
+            raise _NoServer(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
 

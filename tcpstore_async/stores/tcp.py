@@ -193,9 +193,9 @@ class TCPStore(Store):
             self.port = port if hosted is None else hosted.port
             if hosted is not None and ranks is not None:
                 if wait_for_workers:
-                    hosted.announce(ranks)
+                    hosted.announce(ranks, self._most_connections(ranks))
                 else:  # perhaps not all come, or not at once: what keeps them out is logged only
-                    hosted.check_capacity(ranks)
+                    hosted.check_capacity(ranks, self._most_connections(ranks))
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
             if hosted is not None:
                 self._client.server_crash = hosted.crash
@@ -308,6 +308,10 @@ class TCPStore(Store):
             except BaseException:
                 client.close()
                 raise
+
+    def _most_connections(self, ranks: int) -> int:
+        """Return how many connections so many ranks need at once."""
+        return ranks
 
     def _check_tls(self) -> None:
         """Raise an error if this store cannot use TLS."""

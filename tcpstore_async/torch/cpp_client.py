@@ -65,10 +65,15 @@ class _Joining(TCPStore):
         *given: Any,
         began: float | None = None,
         rank_token: bytes = b"",
+        all_have_two: bool = False,
         **named: Any,
     ) -> None:
-        """`make` takes the arguments of PyTorch's constructor."""
+        """`make` takes the arguments of PyTorch's constructor.
+
+        `all_have_two` is whether other ranks join as this one does, with a connection of our own beside the store's.
+        """
         self._make = make
+        self._all_have_two = all_have_two
         self._began = began
         self._rank_token = rank_token
         self.native: Any = None
@@ -81,6 +86,10 @@ class _Joining(TCPStore):
         finally:
             if self._listener is not None:
                 self._listener.close()
+
+    def _most_connections(self, ranks: int) -> int:
+        """Ours lasts until all have joined; others close theirs once they are counted, so one more will do for all."""
+        return ranks + (2 if self._all_have_two and ranks > 1 else 1)
 
     def _free_number(self) -> int:
         """The port of the C++ client, which the program may tell others: it has to be the one in the name."""
@@ -197,6 +206,7 @@ def open_native(
         tls=place.tls,
         began=deadline.began,
         rank_token=rank_token,
+        all_have_two=True,
         server="" if place.prefix else None,  # TCPSTORE_JOIN names keys, not a store
     )
     store = joining.native

@@ -9,7 +9,8 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from datetime import timedelta
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 
@@ -17,8 +18,8 @@ from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
 from ..stores import tcp
-from . import gloo_advice, lifetimes, stores, tcpstore_patch
-from .cpp_client import open_native
+from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
+from .cpp_client import for_ourselves, open_native
 from .errors import DistNetworkError, joint
 from .monkeypatch import Monkeypatch
 
@@ -114,15 +115,40 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
             return ours
         native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))
     except errors.DistError as error:
-        raise joint(error) from error.__cause__
-    if server is not None:
-        lifetimes.opened(native, lambda _: server.release())
-    return native
+        if not (pytorchs_server.may_be_shared(place.port, error) and _may_be_pytorchs(place)):
+            raise joint(error) from error.__cause__
+        why = str(error)
+    except dist.DistError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        if not _may_be_pytorchs(place):
+            raise
+        why = str(error)
+    else:
+        if server is not None:
+            lifetimes.opened(native, lambda _: server.release())
+        return native
+    return _open_pytorchs(place, seconds, why)
+
+
+def _may_be_pytorchs(place: plain.Place) -> bool:
+    """Whether this rank may host PyTorch's server in place of ours."""
+    return place.hosts() and pytorchs_server.will_do(tls=place.tls)
+
+
+def _open_pytorchs(place: plain.Place, seconds: float, why: str) -> dist.Store:
+    """Return PyTorch's client of PyTorch's server, as its own handlers do."""
+    timeout = timedelta(seconds=seconds)
+    where = (place.host, place.port, place.world_size, True, timeout)
+    with for_ourselves():
+        store: Any = _CppTCPStore(*where, multi_tenant=True, use_libuv=place.use_libuv)
+    pytorchs_server.started(store.port, why)
+    return cast(dist.Store, store)
 
 
 def _warn_if_foreign(place: plain.Place, store: tcp.TCPStore) -> None:
     """Log once per job if the server is PyTorch's, because a launcher hosts it without our package."""
-    if not (place.rank or place.prefix or store._connection().extended()):
+    if not (place.rank or place.prefix or pytorchs_server.is_known(place.port) or store._connection().extended()):
         log.warning(
             "%s:%d is PyTorch's own server instead of tcpstore_async's: torchrun's agent hosts it and was started "
             "without TCPSTORE_INSTALL=1; set it for the launcher",
@@ -134,7 +160,7 @@ def _warn_if_foreign(place: plain.Place, store: tcp.TCPStore) -> None:
 def _open_file(place: plain.FilePlace, timeout: Timeout) -> dist.Store:
     lifetimes.close_ended()
     store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
-    lifetimes.opened(store, stores.close_with_clones)
+    lifetimes.opened(store, stores.close_with_clones, stores.keep_file)
     return store
 
 
@@ -144,15 +170,18 @@ _WORDS: Final = frozenset({"0", "1", "classes", *_CLIENTS})
 
 
 def from_environment() -> None:
-    """Install as TCPSTORE_INSTALL says: 1, native, python or classes, or several of them separated by commas.
+    """Install as TCPSTORE_INSTALL says: 1, python or classes, or several of them separated by commas.
 
-    0 and an empty value leave PyTorch alone. Raises ValueError for unknown and for contradictory words.
+    0 and an empty value leave PyTorch alone. `native`, another word for 1, is a warning. Raises ValueError for unknown
+    and for contradictory words.
     """
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}
     if not words <= _WORDS:
-        raise ValueError(f"expected 1, native, python or classes, got {text!r}")
+        raise ValueError(f"expected 1, python or classes, got {text!r}")
     if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
         raise ValueError(f"conflicting values: 0 excludes all others, and native excludes python: {text!r}")
+    if "native" in words:
+        log.warning("TCPSTORE_INSTALL=native means 1, and a later version will not know it: use 1")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

@@ -34,20 +34,24 @@ _IS_ACTIVE: Final[dict[str, Callable[[], bool]]] = {
     _RPC: lambda: bool(_rpc._is_current_rpc_agent_set()),
 }
 
-_closers: Final[WeakKeyDictionary[Any, Closer]] = WeakKeyDictionary()
-"""How the stores are closed that our rendezvous handlers have opened."""
+_closers: Final[WeakKeyDictionary[Any, tuple[Closer, Closer | None]]] = WeakKeyDictionary()
+"""How the stores are closed that our rendezvous handlers have opened, and made to outlast RPC."""
 
 
 class _Use:
     """A store that a process group or RPC was given."""
 
-    def __init__(self, purpose: str, store: Any, close: Closer) -> None:
+    def __init__(self, purpose: str, store: Any, close: Closer, keep: Closer | None) -> None:
         self.purpose = purpose
+        self.kept = purpose == _RPC and keep is not None
+        """Whether it is closed at the next rendezvous only, as PyTorch would keep it."""
         self.pinned = True
         """Whether a function of PyTorch's is at work on it: one that starts what it is for, or shrinks the group."""
         self._store = store
         self._close = close
         self._thread = get_ident()
+        if purpose == _RPC and keep is not None:
+            keep(store)
 
     def has_ended(self) -> bool:
         """Whether what the store was for is over, or was never completed.
@@ -65,17 +69,21 @@ _uses: Final[list[_Use]] = []
 _lock: Final = RLock()  # reentrant: a garbage collection may close a store meanwhile
 
 
-def opened(store: dist.Store, close: Closer) -> None:
-    """Note that a rendezvous of ours has opened `store`, and what closes it."""
+def opened(store: dist.Store, close: Closer, keep: Closer | None = None) -> None:
+    """Note that a rendezvous of ours has opened `store`, and what closes it.
+
+    PyTorch never lets go of the last store of RPC. With `keep`, which is called for one of RPC, `rpc.shutdown` does not
+    close it either.
+    """
     with _lock:
-        _closers[store] = close
+        _closers[store] = close, keep
 
 
 @contextmanager
 def _starting(purpose: str, store: Any) -> Iterator[None]:
     """While what `store` was opened for starts. Does nothing for a store that is not ours to close."""
     with _lock:
-        use = _Use(purpose, store, _closers.pop(store)) if store in _closers else None
+        use = _Use(purpose, store, *_closers.pop(store)) if store in _closers else None
         if use is not None:
             _uses.append(use)
     try:
@@ -91,7 +99,7 @@ def close_ended() -> None:
 
 
 def _end(purpose: str) -> None:
-    _close(lambda use: use.purpose == purpose and not use.pinned)
+    _close(lambda use: use.purpose == purpose and not use.pinned and not use.kept)
 
 
 def _close(ended: Callable[[_Use], bool]) -> None:
@@ -204,5 +212,5 @@ def stop_following() -> None:
 
 
 def _restore() -> None:
-    if not _following and not _uses:
+    if not _following and all(use.has_ended() for use in _uses):
         _ends.restore()

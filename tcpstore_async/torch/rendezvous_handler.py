@@ -59,7 +59,7 @@ from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, ag
 from ..stores.late_agent import describe_end, own_origin, why_late
 from ..stores.tcp import TOKEN_KEYS
 from ..stores.tcp import TCPStore as PlainTCPStore
-from .stores import PrefixStore, Store, TCPStore
+from .stores import PrefixStore, Store, TCPStore, host_for_others
 
 BACKEND: Final = "tcpstore"
 RELAY: Final = "TCPSTORE_RELAY"
@@ -105,7 +105,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
     TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
     servers that agents host offer TLS, and agents, relays and the ports of workers use it. With named_store=0, each
-    round's workers get a server of their own. With reuse_id=1, the agent begins a job anew whose last run has ended
+    round's workers get a server of their own. A server that an agent hosts runs in a thread of it if TCPSTORE_SERVER
+    asks for that or no process can be started. With reuse_id=1, the agent begins a job anew whose last run has ended
     successfully; with reuse_id=0, it never does. Raises ValueError if one of the times is not positive,
     RendezvousClosedError if the agent is late, and RendezvousConnectionError if the server cannot be reached or is not
     ours.
@@ -337,8 +338,8 @@ class _Handler(RendezvousHandler):
         host = self._address if self._tls else "localhost"  # a certificate need not name the latter
         token = secrets.token_hex(16) if _has_token() else ""
         required = "all" if self._wants_relay else ""
-        self._server = TCPStore(
-            host, 0, is_master=True, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
+        self._server = host_for_others(
+            host, 0, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
         )
         if token and not required:
             log.warning(
@@ -533,7 +534,7 @@ def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool | No
     try:
         if hosts:
             try:
-                store = TCPStore(host, port, is_master=True, timeout=timeout, multi_tenant=True, tls=tls)
+                store = host_for_others(host, port, timeout=timeout, multi_tenant=True, tls=tls)
                 log.info("hosting the rendezvous server on port %d", store.port)
                 return store
             except errors.DistNetworkError:

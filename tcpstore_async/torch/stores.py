@@ -27,7 +27,9 @@ from ..coercion import Text, Timeout, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
-from .errors import forget_locals, joint
+from . import pytorchs_server
+from .cpp_client import for_ourselves
+from .errors import DistNetworkError, DistStoreError, forget_locals, joint
 
 S = TypeVar("S", bound="Store")
 
@@ -52,6 +54,11 @@ def close_with_clones(store: "Store") -> None:
     for one in list(_open):
         if one is store or one._origin is store:
             one.close()
+
+
+def keep_file(store: "FileStore") -> None:
+    """Have the file of a store stay when it is closed, as in PyTorch the file of RPC's."""
+    store._plain._keep_file()
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
@@ -230,6 +237,11 @@ def _dropped() -> "list[TCPStore]":
     ]
 
 
+def host_for_others(host: str, port: int, **named: Any) -> "TCPStore":
+    """Return a store that hosts, at best in a process: PyTorch's client in this one must not use the server."""
+    return TCPStore._of(_make(_host, host, port, functools.partial(tcp.TCPStore, host, port, is_master=True, **named)))
+
+
 def _lowest(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -239,10 +251,14 @@ def _lowest(store: Any) -> Any:
 class TCPStore(Store):
     """A `tcpstore_async.TCPStore` that is a `torch.distributed.Store`; the arguments are the same.
 
-    Its server, if it has one, never runs in a thread of this process: RuntimeError under `TCPSTORE_SERVER=thread`.
+    Its server, if it has one, never runs in a thread of this process: RuntimeError under `TCPSTORE_SERVER=thread`. As
+    `torch.distributed.TCPStore`, since `install(classes=True)`, it is a client of PyTorch's server then.
     """
 
     _stands_for = _CPP_CLASSES["TCPStore"]
+
+    _pytorchs: Any = None
+    """PyTorch's store that hosts in place of ours."""
 
     def __init__(
         self,
@@ -272,15 +288,63 @@ class TCPStore(Store):
             "require_auth": require_auth,
             "server": server,
         }
-        make = functools.partial(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more)
-        super().__init__(_make(_host, host_name, port, make) if is_master else _make(make))
+        make: Callable[[], base.Store] = functools.partial(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more)
+        if not is_master:
+            super().__init__(_make(make))
+            return
+        # A program that means PyTorch's class by this one, since `install(classes=True)`, can do without our server.
+        if vars(dist)["TCPStore"] is type(self) and not (bind_host or token_keys):
+            make = functools.partial(self._make_or_pytorchs, make, *where, *flags, server, tls, token)
+        super().__init__(_make(_host, host_name, port, make))
+
+    def _make_or_pytorchs(
+        self,
+        make: Callable[[], base.Store],
+        host: str,
+        port: int,
+        world_size: int | None,
+        is_master: bool,
+        timeout: Timeout,
+        wait_for_workers: bool,
+        multi_tenant: bool,
+        listen_fd: int | None,
+        use_libuv: bool | None,
+        *security: Any,
+    ) -> base.Store:
+        """Return what `make` does or, if our server cannot be started, our client of PyTorch's."""
+        try:
+            return make()
+        except errors.DistError as error:
+            shared = multi_tenant and pytorchs_server.may_be_shared(port, error)
+            if not (shared and pytorchs_server.will_do(*security)):
+                raise
+            why = str(error)
+        except (OSError, RuntimeError) as error:
+            if not pytorchs_server.will_do(*security):
+                raise
+            why = str(error)
+        libuv = tcp._use_libuv(use_libuv)
+        limit = timedelta(seconds=to_seconds("timeout", timeout))
+        flags = (wait_for_workers, multi_tenant, listen_fd, libuv)
+        try:
+            with for_ourselves():
+                self._pytorchs = _CPP_CLASSES["TCPStore"](host, port, world_size, True, limit, *flags)
+        except dist.DistError as error:
+            kind = DistNetworkError if isinstance(error, dist.DistNetworkError) else DistStoreError
+            raise kind(str(error)) from None
+        pytorchs_server.started(self._pytorchs.port, why)
+        return tcp.TCPStore(host, self._pytorchs.port, timeout=timeout, use_libuv=libuv, server="")
 
     def _holds(self, host: str, port: int) -> bool:
         """Whether this store hosts a server on this port or, if it has a name, owns the one with this address."""
         plain = self._plain
         if plain._owns:
             return bool(plain._connection().name.name == name_of(host, port))
-        return plain._hosted is not None and port == plain.port
+        return (plain._hosted is not None or self._pytorchs is not None) and port == plain.port
+
+    def close(self) -> None:
+        super().close()
+        self._pytorchs = None
 
     @property
     def host(self) -> str:
@@ -379,16 +443,17 @@ class PrefixStore(Store):
     @property
     def _underlying_non_prefix_store(self) -> dist.Store:
         """The first underlying store that is no prefix; PyTorch looks this name up."""
-        store: Any = self._underlying
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return cast(dist.Store, store)
+        return cast(dist.Store, _lowest(self))
 
     def clone(self) -> "PrefixStore":
         """Return the same prefix over a clone of the underlying store, which is closed with it."""
         copy = PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
         copy._origin = self if self._origin is None else self._origin
         return copy
+
+
+# PyTorch's own would stop at a prefix of ours below it.
+_CPP_CLASSES["PrefixStore"]._underlying_non_prefix_store = property(_lowest)
 
 
 class _Adapter(base.Store):

@@ -17,7 +17,7 @@ from .. import errors
 from ..addresses import unbracketed
 from ..client.store_name import StoreTakenError, find_server
 from ..coercion import to_seconds
-from . import native_server
+from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves
 from .errors import forget_locals, joint
 
@@ -117,9 +117,9 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
         why = str(error)  # a server of PyTorch's in this process may be shared, too
     except dist.DistError:
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        if options["server"] is None and find_server(None) is not None:
-            raise  # the others look for a name: nobody would come to PyTorch's server
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        if not pytorchs_server.will_do(options["server"]):
+            raise
         why = str(error)
     else:
         if hosted is not None:
@@ -128,4 +128,4 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
             )
         return
     stock(store, *_unbracketed(given, named), **named)
-    log.warning("using PyTorch's own server on port %d instead of tcpstore_async's: %s", store.port, why)
+    pytorchs_server.started(store.port, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,30 @@ def test_who_has_lost_the_server_is_told_what_for_and_what_to_do(capfd: pytest.C
         "lost the store 'node7:4711' there: the server has ended, or its machine was restarted. Restart "
         "the server and the job"
     )
+
+
+def test_the_process_that_forwards_gets_what_its_interpreter_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And nothing that is for the user's program: it is started as a server's process is."""
+    wrapper, seen = tmp_path / "python", tmp_path / "seen"
+    variables = {"PYTHONHOME": sys.base_prefix, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONINSPECT": "1"}
+    shown = " ".join(f"${name}" for name in variables)
+    wrapper.write_text(f'#!/bin/sh\necho "$1 $2" {shown} >"{seen}"\nexec "{sys.executable}" "$@"\n')
+    wrapper.chmod(0o755)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "executable", str(wrapper))
+    with (
+        tcpstore_server() as server,
+        TCPStore("node7", 4711, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}"),
+    ):
+        port = LastingPort(ServerUrl("127.0.0.1", server.port, False), "node7:4711")
+        assert seen.read_text() == f"-S -B {sys.base_prefix} 1\n"
+        with RawPeer(port.port) as rank:
+            rank.ping()
+        port.close()
 
 
 _OWNER = """

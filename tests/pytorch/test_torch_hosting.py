@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from client.fakes import PROBE, proxy_to
 from client.test_joins import Cutter
 from support import LIMIT, blob, free_port, tcpstore_server
 from tcpstore_async.client import requests
-from tcpstore_async.torch import native_server, tcpstore_patch
+from tcpstore_async.torch import native_server, pytorchs_server, tcpstore_patch
 from torch_forker import Program
 from versions import QUIET, since, unsaid
 
@@ -41,6 +42,7 @@ follows = pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="open descript
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
     ours.install()
+    pytorchs_server._said.clear()
     yield
     ours.uninstall()
     gc.collect()
@@ -324,9 +326,10 @@ def test_the_server_outlives_uninstall(port: int) -> None:
     assert not in_use(port)
 
 
-def run(code: str, **env: str) -> tuple[str, str]:
+def run(code: str, *arguments: object, **env: str) -> tuple[str, str]:
     """Run a program, as if it imported PyTorch itself; return its stdout and stderr."""
-    with Program("from tcpstore_async.autoload import autoload; autoload()\n" + code, env=env) as program:
+    autoload = "from tcpstore_async.autoload import autoload; autoload()\n"
+    with Program(autoload + code, *arguments, env=env) as program:
         return unsaid(program.output()).strip(), program.errors()
 
 
@@ -487,3 +490,157 @@ def test_a_server_runs_until_it_is_released_if_the_socket_is_unknown() -> None:
     assert not handle.released
     server.release()
     assert handle.released
+
+
+WORLD_WITHIN_A_LIMIT = """
+import os, re, resource, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+
+way, port, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ranks = 3
+
+def join(rank):
+    if way == "rendezvous":
+        url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size={ranks}"
+        return next(dist.rendezvous(url, timeout=timedelta(seconds=90)))[0]
+    return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=90))
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+others = []
+for rank in range(1, ranks):
+    others.append(os.fork())
+    if not others[-1]:
+        join(rank).barrier("over", ranks)
+        os._exit(0)
+try:
+    store = join(0)
+    store.barrier("over", ranks)
+    print("fits", [os.waitpid(pid, 0)[1] for pid in others])
+except dist.DistStoreError as error:
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    print(re.sub("port [0-9]+", "port", str(error)))
+"""
+
+
+@pytest.mark.parametrize("way", ["rendezvous", "TCPStore"])
+def test_a_world_of_pytorchs_clients_needs_more_connections_than_ranks(way: str) -> None:
+    """While they join, some have two: with the limit that is named all join, with less it is an error at once."""
+
+    def form(limit: int) -> str:
+        return run(WORLD_WITHIN_A_LIMIT, way, free_port(), limit, TCPSTORE_INSTALL="1")[0]
+
+    said = form(82)
+    needed = re.search(r"a limit of at least (\d+)$", said)
+    assert needed, said
+    assert f"cannot accept 3 ranks, which need {5 if way == 'rendezvous' else 4} connections at once" in said
+    assert form(int(needed[1])) == "fits [0, 0]"
+    assert "cannot accept 3 ranks, which" in form(int(needed[1]) - 1)
+
+
+# Where our server cannot be started
+
+UNSTARTED = """
+import logging, os, sys, warnings, torch.distributed as dist
+from datetime import timedelta
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
+way, reason, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+warnings.simplefilter("default", RuntimeWarning)
+if reason == "no process":
+    sys.executable = "/nonexistent/python"
+minute = timedelta(seconds=60)
+def make(port, timeout=minute, ranks=1):
+    if way == "TCPStore":
+        return dist.TCPStore("127.0.0.1", port, ranks, True, timeout, multi_tenant=True)
+    if way == "rendezvous":
+        return next(dist.rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size={ranks}", timeout=timeout))[0]
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout, ranks, 0)
+    return dist.distributed_c10d._get_default_store()
+def meet(*given, **named):
+    try:
+        store = make(*given, **named)
+        store.set("k", "v")
+        return store
+    except Exception as error:
+        print(*[one.__name__ for one in type(error).__mro__ if one.__module__.startswith("torch._C")], str(error)[:40])
+"""
+
+
+@pytest.mark.parametrize("mode", ["1", "python", "classes"])
+@pytest.mark.parametrize("way", ["TCPStore", "rendezvous", "init_process_group"])
+@pytest.mark.parametrize("reason", ["thread", "no process"])
+def test_pytorchs_server_takes_the_place_of_ours(reason: str, way: str, mode: str, port: int) -> None:
+    """With one warning. Our client may use a thread, which then is ours; PyTorch's may not."""
+    code = f"""{UNSTARTED}
+store = meet(port)
+with __import__("tcpstore_async").TCPStore("127.0.0.1", port, timeout=60) as look:
+    print("ours" if look._connection().extended() else "PyTorch's")"""
+    env = {"TCPSTORE_INSTALL": mode, **({"TCPSTORE_SERVER": "thread"} if reason == "thread" else {})}
+    out, errors = run(code, way, reason, port, **env)
+    *said, server = out.splitlines()
+    if mode == "python" and way != "TCPStore":
+        assert (server, said) == ("ours", [])
+        assert errors.count("falling back to a thread") == (reason == "no process")
+        return
+    assert server == "PyTorch's", errors
+    (line,) = said
+    assert line.startswith(f"tcpstore_async.torch: using PyTorch's own server on port {port} instead of ")
+    assert ("unset TCPSTORE_SERVER" if reason == "thread" else "/nonexistent/python") in line
+    assert not errors
+
+
+@pytest.mark.parametrize("reason", ["thread", "no process"])
+@pytest.mark.parametrize("mode", ["1", "classes"])
+@pytest.mark.parametrize("way", ["TCPStore", "rendezvous"])
+def test_stores_share_pytorchs_server_where_it_takes_the_place_of_ours(
+    way: str, mode: str, reason: str, port: int
+) -> None:
+    code = f"""{UNSTARTED}
+first, second = meet(port), meet(port)
+first.set("shared", "yes")
+print(second.get("shared"))"""
+    env = {"TCPSTORE_INSTALL": mode, **({"TCPSTORE_SERVER": "thread"} if reason == "thread" else {})}
+    out, _ = run(code, way, reason, port, **env)
+    assert out.splitlines()[-1] == "b'yes'", out
+
+
+@pytest.mark.parametrize("mode", ["1", "classes"])
+@pytest.mark.parametrize("way", ["TCPStore", "rendezvous", "init_process_group"])
+@pytest.mark.parametrize("reason", ["thread", "no process"])
+def test_mistakes_are_errors_where_our_server_cannot_be_started(way: str, mode: str, reason: str) -> None:
+    """The same as on PyTorch: the port is taken, or not all ranks come."""
+    code = f"""{UNSTARTED}
+import socket
+with socket.create_server(("", 0)) as taken:
+    meet(taken.getsockname()[1])
+meet(port, timeout=timedelta(seconds=1), ranks=2)
+"""
+    env = {"TCPSTORE_SERVER": "thread"} if reason == "thread" else {}
+    told, _ = run(code, way, reason, free_port(), **env, TCPSTORE_INSTALL=mode)
+    stock, _ = run(code, way, "", free_port(), TCPSTORE_INSTALL="0")
+    expected = stock.splitlines()
+    assert len(expected) == 2
+    assert told.splitlines() == expected
+
+
+@pytest.mark.parametrize("secured", ["TCPSTORE_TOKEN", "TCPSTORE_TLS"])
+@pytest.mark.parametrize("mode", ["1", "classes"])
+def test_pytorchs_server_does_not_take_the_place_of_one_that_is_secured(mode: str, secured: str, port: int) -> None:
+    code = f"{UNSTARTED}\nassert meet(port) is None"
+    env = {secured: "1" if secured == "TCPSTORE_TLS" else "a" * 32}
+    out, _ = run(code, "TCPStore", "", port, **env, TCPSTORE_INSTALL=mode, TCPSTORE_SERVER="thread")
+    assert "PyTorch's own server" not in out
+    assert len(out.splitlines()) == 1
+
+
+def test_a_socket_is_given_to_pytorchs_server_if_ours_cannot_be_started() -> None:
+    code = f"""{UNSTARTED}
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+store = dist.TCPStore("127.0.0.1", port, 1, True, minute, master_listen_fd=listener.detach())
+store.set("k", "v")
+print(store.port == port)"""
+    out, _ = run(code, "", "no process", 0, TCPSTORE_INSTALL="1")
+    assert out.splitlines()[1:] == ["True"], out

@@ -203,12 +203,18 @@ def test_importing_our_package_first_installs_as_well() -> None:
 
 @autoload
 def test_an_unknown_word_is_a_warning() -> None:
-    text = "ignoring TCPSTORE_INSTALL, so PyTorch will use its own stores: expected 1, native, python or classes"
+    text = "ignoring TCPSTORE_INSTALL, so PyTorch will use its own stores: expected 1, python or classes"
     printed, warned = say(SAY, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
     assert printed == "torch torch torch"
     assert text in warned
     printed, warned = say(SAY, TCPSTORE_INSTALL="yes")
     assert (printed, warned) == ("torch torch torch", f"{text}, got 'yes'"), "where warnings are errors"
+
+
+@autoload
+def test_another_word_for_1_is_a_warning() -> None:
+    expected = "TCPSTORE_INSTALL=native means 1, and a later version will not know it: use 1"
+    assert autoloaded(SAY, TCPSTORE_INSTALL="native") == ("torch torch tcpstore_async", expected)
 
 
 @autoload
@@ -558,3 +564,34 @@ print(store.get("k"))"""
     with PlainTCPStore("127.0.0.1", 0, is_master=True, timeout=60, token="secret", require_auth="") as agents:
         env = {"MASTER_PORT": str(agents.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TCPSTORE_TOKEN": "secret"}
         assert run(code, **env)[0] == "b'v'"
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+@pytest.mark.parametrize("first", ["group", "rpc"])
+def test_rpc_leaves_its_file_and_a_next_rendezvous_begins_anew(first: str, client: str, tmp_path: Path) -> None:
+    """In PyTorch nothing closes RPC's store; a group over the same file may end before or after it."""
+    code = """
+import os, sys, warnings, torch.distributed as dist, torch.distributed.rpc as rpc, tcpstore_async.torch as ours
+warnings.simplefilter("ignore")
+first, client, path = sys.argv[1:]
+ours.install(client)
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{path}")
+ends = [dist.destroy_process_group, rpc.shutdown]
+for end in ends if first == "group" else reversed(ends):
+    end()
+    print(os.path.exists(path))
+store, *_ = next(dist.rendezvous(f"file://{path}?rank=0&world_size=1"))
+print(store.num_keys() < 2)
+store.close()
+print(os.path.exists(path))
+rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+ours.uninstall()
+before = rpc.shutdown
+rpc.shutdown()
+print(rpc.shutdown is not before)"""
+    path = tmp_path / "meeting"
+    out, _ = run(code, first, client, str(path))
+    assert out.splitlines() == ["True", "True", "True", "False", "True"]
+    assert path.exists()

@@ -62,7 +62,9 @@ JOBS += [
 ]  # fmt: skip
 
 
-def launch(folder: Path, launcher: str, mode: str, port: int) -> tuple[dict[str, Any], dict[str, Any], str]:
+def launch(
+    folder: Path, launcher: str, mode: str, port: int, **more: str
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """A job of two workers: what rank 0 has found, what `tcpstore info` prints about the server, and stderr."""
     script = folder / "worker.py"
     script.write_text(WORKER)
@@ -77,7 +79,7 @@ def launch(folder: Path, launcher: str, mode: str, port: int) -> tuple[dict[str,
         capture_output=True,
         text=True,
         timeout=2 * LIMIT,
-        env={**env, "OMP_NUM_THREADS": "1", **({"TCPSTORE_INSTALL": mode} if mode else {})},
+        env={**env, "OMP_NUM_THREADS": "1", **({"TCPSTORE_INSTALL": mode} if mode else {}), **more},
     )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "found").read_text()), json.loads(done.stdout), done.stderr
@@ -91,3 +93,23 @@ def test_a_job_of_two(launcher: str, mode: str, tmp_path: Path, port: int) -> No
     hosted = launcher == "tcpstore" or mode not in ("", "0")
     assert (server["server"] == "tcpstore_async") == hosted
     assert "more ranks than world_size" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mode"),
+    [
+        ("static", "1"),
+        ("c10d", "classes"),
+        ("tcpstore", "1"),
+        pytest.param("standalone", "python", marks=pytest.mark.exhaustive),
+        pytest.param("c10d", "1", marks=pytest.mark.exhaustive),
+        pytest.param("tcpstore", "", marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: value or "unset",
+)
+def test_a_job_whose_agent_cannot_start_our_server(launcher: str, mode: str, tmp_path: Path, port: int) -> None:
+    """It gets PyTorch's, and one warning; agents that need ours for their rounds have it in a thread."""
+    found, server, stderr = launch(tmp_path, launcher, mode, port, TCPSTORE_SERVER="thread")
+    assert found["sum"] == 2
+    assert (server["server"] == "tcpstore_async") == (launcher == "tcpstore")
+    assert stderr.count("PyTorch's own server") == (launcher != "tcpstore"), stderr

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -310,6 +311,17 @@ def test_the_server_is_never_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     with pytest.raises(RuntimeError, match="cannot run in a thread of this process"):
         ours.TCPStore("127.0.0.1", 0, 1, True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("chain", list(product((ours.PrefixStore, dist.PrefixStore), repeat=3)))
+@pytest.mark.parametrize("kind", [ours.HashStore, dist.HashStore])
+def test_the_store_below_all_prefixes_whosever_they_are(kind: Any, chain: tuple[Any, ...]) -> None:
+    below = store = kind()
+    for prefix in chain:
+        store = prefix("p", store)
+    assert store._underlying_non_prefix_store is below
+    for one in list(stores._open):
+        one.close()
 
 
 def test_a_clone_of_a_prefix_closes_its_store(port: int) -> None:

@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from ... import python_process
 from ...locks import RLock
 from ...secret_files import TlsFiles
 from ...tokens import HostTokens
@@ -68,9 +69,6 @@ _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
 """Where this package is: a directory or a zip file. Determined now, as the working directory may change."""
 
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
-_KEPT: Final = frozenset({"PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"})
-"""Variables by which an interpreter finds its parts. Others, such as PYTHONINSPECT, are for the user's program."""
 
 
 class StartError(Exception):
@@ -246,7 +244,6 @@ def _spawn(
     tokens: HostTokens | None,
 ) -> subprocess.Popen[bytes]:
     """Start the process that forks the server. Its standard input brings the tokens: others see its arguments."""
-    flags = ["-B"] if sys.dont_write_bytecode else []
     pidfd = _own_pidfd()
     owner = Process(os.getpid(), pidfd)  # which a child forked by another thread closes
     try:
@@ -255,12 +252,12 @@ def _spawn(
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
             options = [str(copy.fileno()), *watched, str(control.fileno()), backend, str(grace), *(tls or TlsFiles())]
             process = subprocess.Popen(
-                [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
+                [*python_process.command(_PROGRAM), *options, *_path()],
                 stdin=subprocess.DEVNULL if tokens is None else subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr.fileno(),
                 cwd="/",
-                env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT},
+                env=python_process.environment(),
                 pass_fds=fds,
                 start_new_session=True,
             )

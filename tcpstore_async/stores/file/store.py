@@ -78,6 +78,12 @@ class FileStore(Store):
         self._finalizer = weakref.finalize(self, _finalize, self._file, self._world_size)
         self._closed = False
 
+    def _keep_file(self) -> None:
+        """Leave the file when the store is closed, even as the last one of the world."""
+        self._world_size = -1
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _finalize, self._file, self._world_size)
+
     @property
     def path(self) -> str:
         """The file name, as given."""
