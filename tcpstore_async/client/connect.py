@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from copy import copy
 from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
@@ -466,7 +467,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
         try:
             asyncio.run(connect())
         except BaseException as error:
-            failed.append(error.with_traceback(None))
+            failed.append(copy(error))  # the task keeps the error itself, and `stop` the task
         if abandoned.is_set():
             _close_all(found)
 

@@ -72,7 +72,7 @@ class _Job(Generic[_Result]):
             try:
                 self.result = self.operation()
             except BaseException as error:
-                self.failed.append(error)
+                self.failed.append(error.with_traceback(None))
             self.finished = True
         self.done.release()
 

@@ -211,30 +211,48 @@ def _host(host: str, port: int, make: Callable[[], base.Store]) -> base.Store:
         return make()
     except errors.DistNetworkError as error:
         in_use = isinstance(error, StoreTakenError) or "EADDRINUSE" in str(error)
-        dropped = [one for one in _dropped() if one._holds(host, port)] if in_use else []
-        if not dropped:
+        dropped = _dropped() if in_use else []
+        hosts = [one for one in dropped if isinstance(one, TCPStore) and one._holds(host, port)]
+        if not hosts:
             raise
     for one in dropped:
-        close_with_clones(one)
+        if _lowest(one) in hosts:
+            close_with_clones(one)
     return make()
 
 
-def _dropped() -> "list[TCPStore]":
+def _dropped() -> list[Store]:
     """Return the open stores to which Python refers only from here, and that no process group of PyTorch's uses.
 
-    A clone does not need the store that it is a clone of. What else in C++ uses one is not known.
+    A clone does not need the store that it is a clone of, and no store those below a prefix that was dropped. What else
+    in C++ uses one is not known.
     """
     clones = Counter(id(one._origin) for one in _open)
     used = {id(_lowest(store)) for _, store in distributed_c10d._world.pg_map.values()}
-    kept = [one for one in _open if isinstance(one, TCPStore)]
+    kept = sorted(_open, key=_depth, reverse=True)
+    above: Counter[int] = Counter()
+    """References from prefixes that were dropped."""
     alone = [object()]
     fewest = sys.getrefcount(alone[0])  # depends on the interpreter
-    counts = [sys.getrefcount(kept[place]) for place in range(len(kept))]
-    return [
-        one
-        for one, count in zip(kept, counts, strict=True)
-        if count == fewest + 1 + clones[id(one)] and id(one) not in used  # 1: `_open`
-    ]
+    dropped: list[Store] = []
+    for place in range(len(kept)):
+        count = sys.getrefcount(kept[place])
+        one = kept[place]
+        expected = fewest + 1 + clones[id(one)] + above[id(one)]  # 1: `_open`
+        if count == expected and id(_lowest(one)) not in used:
+            dropped.append(one)
+            if isinstance(one, PrefixStore):
+                above[id(one._underlying)] += _FROM_PREFIX
+        del one
+    return dropped
+
+
+def _depth(store: Any) -> int:
+    """Return how many stores are below this one."""
+    depth = 0
+    while hasattr(store, "underlying_store"):
+        store, depth = store.underlying_store, depth + 1
+    return depth
 
 
 def host_for_others(host: str, port: int, **named: Any) -> "TCPStore":
@@ -394,6 +412,10 @@ class HashStore(Store):
     def clone(self) -> "HashStore":
         """Return this same store, as PyTorch does."""
         return self
+
+
+_FROM_PREFIX: Final = 2
+"""How often a `PrefixStore` refers to the store below: itself and its adapter."""
 
 
 class PrefixStore(Store):
