@@ -73,8 +73,9 @@ def keeps(node: ast.AST, name: str) -> bool:
 
     if isinstance(node, ast.Assign | ast.AnnAssign):
         return is_it(node.value)
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPERS
-    return is_call and any(is_it(one) for one in node.args)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPERS:
+        return any(is_it(one) for one in node.args)
+    return False
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ SECOND = timedelta(seconds=1)
 made: list["weakref.ref[Any]"] = []
 
 
-class Watched(TCPStore):
+class Watched(TCPStore):  # type: ignore[misc]
     def __new__(cls, *_: Any, **__: Any) -> Any:
         store = super().__new__(cls)
         made.append(weakref.ref(store))
