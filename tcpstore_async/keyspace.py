@@ -302,6 +302,11 @@ class Keyspace(JoinRegistry):
         else:
             self.set_items(items)
 
+    def _surely_fits(self, growth: int, keys: int) -> bool:
+        """Return whether a command may add so many bytes and keys."""
+        account = self.account
+        return self.size + growth <= self.max_size and (account is None or account.usage.allows(keys, growth))
+
     def _registrations(self, keys: list[bytes]) -> int:
         """Return how many registrations writing these keys uses up."""
         count = 0
@@ -322,9 +327,15 @@ class Keyspace(JoinRegistry):
             if key in reserved:
                 self._growth(key, None, 0)
             growth += len(key) + ENTRY_BYTES + len(value)
-        account = self.account
-        if self.size + growth > self.max_size or not (account is None or account.usage.allows(len(items), growth)):
-            # That is as if all keys were new: only now count exactly.
+        new = len(items)
+        if not self._surely_fits(growth, new):  # that was as if all keys were new
+            new = 0
+            for key, _ in items:
+                if key in values:
+                    growth -= len(key) + ENTRY_BYTES
+                else:
+                    new += 1
+        if not self._surely_fits(growth, new):  # that was as if no key came twice, and old values were empty
             growth = new = 0
             for key, value in dict(items).items():
                 old = values.get(key)

@@ -13,7 +13,7 @@ import logging
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
 from datetime import timedelta
 from typing import Any, cast
@@ -425,7 +425,7 @@ class AsyncTCPStore(AsyncMethods):
         """Return whether the server is one of ours; the first time, request that from the server."""
         if not self._identified:
             if self._identifying is None or self._identifying.done():
-                self._identifying = _shared(self._identify())
+                self._identifying = _shared(self._identify)
             await self._join_task(self._identifying, deadline)
         return self.identity is not None
 
@@ -436,7 +436,7 @@ class AsyncTCPStore(AsyncMethods):
         while what not in self._supported:
             trying = self._probing.get(what)
             if trying is None or trying.done():
-                trying = self._probing[what] = _shared(self._probe(what))
+                trying = self._probing[what] = _shared(functools.partial(self._probe, what))
             try:
                 await self._join_task(trying, deadline)
             except StoreTimeoutError:
@@ -713,7 +713,7 @@ class AsyncTCPStore(AsyncMethods):
                 self._free[self._current] = None
                 continue
             if self._opening is None or self._opening.done():
-                self._opening = _shared(self._open_connection())
+                self._opening = _shared(self._open_connection)
             await self._join_task(self._opening, deadline)
 
     async def _open_connection(self, refused_is_final: bool = False) -> None:
@@ -788,14 +788,14 @@ class AsyncTCPStore(AsyncMethods):
                 task.cancel()
 
 
-def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[Exception | None]":
+def _shared(work: Callable[[], Awaitable[None]]) -> "asyncio.Task[Exception | None]":
     """Start a task for which several calls wait, each of which may give up before its end; it returns its error."""
     return asyncio.ensure_future(_error_of(work))
 
 
-async def _error_of(work: Coroutine[Any, Any, None]) -> Exception | None:
+async def _error_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
     try:
-        await work
+        await work()
     except Exception as error:
         return error.with_traceback(None)  # the task is kept, and its frames refer to the store
     return None

@@ -138,8 +138,8 @@ class _Tries:
         if self.name is not None or self.cause != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
             return ""
         return (
-            f" {self.host} is this host: if another host has published this address, it is of use there only, and that "
-            "host's log says why (level info)."
+            f" Nobody listens there on this host; if another host has published {self.host}, it is of use there only: "
+            "its log says why (level info)."
         )
 
 

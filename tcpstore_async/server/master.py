@@ -83,8 +83,12 @@ class _CountedServer:
             self.server.stop()
 
 
-class _NoServer(RuntimeError):
+class NoServerError(RuntimeError):
     """No process could be started, and a thread will not do."""
+
+
+class LateServerError(DistNetworkError):
+    """A process was started, and was not a server in time."""
 
 
 _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
@@ -184,7 +188,7 @@ def host(
     check_backend(backend)
     in_thread = _runs_in_thread()
     if in_thread and not may_be_thread:
-        raise RuntimeError(f"{_NO_THREAD}: unset {WHERE}")
+        raise NoServerError(f"{_NO_THREAD}: unset {WHERE}")
     check_port(port)
     if tls is not None:
         tls = TlsFiles(*[path and os.path.abspath(path) for path in tls])
@@ -221,7 +225,7 @@ def host(
                 "this store; use another port"
             )
         if not may_be_thread and counted.server.pid == os.getpid():
-            raise RuntimeError(f"{_NO_THREAD}, but another store has already started it in a thread")
+            raise NoServerError(f"{_NO_THREAD}, but another store has already started it in a thread")
         return ServerHandle(counted)
     finally:
         lock.release()
@@ -347,7 +351,7 @@ def _start(
         address = str(listener.getsockname()[0])
         try:
             server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
-        except _NoServer:
+        except (NoServerError, LateServerError):
             if listening.fd is not None:
                 listener.detach()
             raise
@@ -371,13 +375,13 @@ def _start_process(
         )
     except parent.StartTimeout as error:
         port = listener.getsockname()[1]
-        raise DistNetworkError(
+        raise LateServerError(
             f"could not start the server process for port {port}: {error}; give the store a longer timeout, or find "
             "out why Python starts so slowly here"
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
-            raise _NoServer(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
+            raise NoServerError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
 

@@ -18,6 +18,9 @@ from .agent import Ended, named_host, named_run
 _STEP: Final = "SLURM_STEP_ID"
 _VARIABLES: Final = ("SLURM_JOB_ID", _STEP, "SLURM_RESTART_COUNT", ATTEMPT)
 
+_DEFAULT_ID: Final = "none"
+"""The id of a job for which torchrun was given none."""
+
 _MOST_HOSTS: Final = 8
 
 _imported: Final = time.monotonic()
@@ -34,13 +37,14 @@ class Origin(NamedTuple):
     """Seconds since its process began. (A time of day would have to be compared with another host's.)"""
 
 
-def own_origin() -> Origin:
-    """Return where the agents of this process come from.
+def own_origin(run_id: str) -> Origin:
+    """Return where this process's agents of a job come from.
 
-    A batch script may start one run after the other: without a step, only the user can tell them apart.
+    A batch script may start one run after the other: without a step, only the user can tell them apart. So may a step
+    start one job after the other under torchrun's default id, which nobody has chosen for either.
     """
     said = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
-    known = bool(os.environ.get(_STEP) or os.environ.get(ATTEMPT))
+    known = bool((os.environ.get(_STEP) and run_id != _DEFAULT_ID) or os.environ.get(ATTEMPT))
     run = blake2b("\0".join(said).encode(errors="replace"), digest_size=8).hexdigest() if known else ""
     return Origin(run, ", ".join(said), _age())
 

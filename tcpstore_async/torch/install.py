@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
+from ..server.master import LateServerError, NoServerError
 from ..stores import tcp
 from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
 from .cpp_client import for_ourselves, open_native
@@ -115,12 +116,11 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
             return ours
         native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))
     except errors.DistError as error:
-        if not (pytorchs_server.may_be_shared(place.port, error) and _may_be_pytorchs(place)):
+        replaced = isinstance(error, LateServerError) or pytorchs_server.may_be_shared(place.port, error)
+        if not (replaced and _may_be_pytorchs(place)):
             raise joint(error) from error.__cause__
         why = str(error)
-    except dist.DistError:
-        raise
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except NoServerError as error:
         if not _may_be_pytorchs(place):
             raise
         why = str(error)

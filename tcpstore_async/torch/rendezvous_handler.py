@@ -192,7 +192,7 @@ class _Handler(RendezvousHandler):
         self._key = key
         self._address = address
         self._number = next(_numbers)
-        self._agent = Agent(store._plain, key, agent_name(address, self._number, own_origin().run), options)
+        self._agent = Agent(store._plain, key, agent_name(address, self._number, own_origin(run_id).run), options)
         self._beats: _Beats | None = None
         self._server: TCPStore | None = None
         self._seen: State | None = None
@@ -586,7 +586,7 @@ def _check_late(store: Store, run_id: str, epoch: int, begins: bool, reuse: bool
     """
     if reuse or run_id in _ended_here:
         return
-    origin = own_origin()  # first: the longer the reply takes, the longer ago is the end
+    origin = own_origin(run_id)  # first: the longer the reply takes, the longer ago is the end
     ended = how_ended(store._plain, f"tcpstore.{run_id}.{epoch}")
     if ended is None:
         return

@@ -25,6 +25,7 @@ from .. import errors
 from ..client.store_name import StoreTakenError, name_of
 from ..coercion import Text, Timeout, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
+from ..server.master import LateServerError, NoServerError
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from . import pytorchs_server
@@ -311,7 +312,7 @@ class TCPStore(Store):
             super().__init__(_make(make))
             return
         # A program that means PyTorch's class by this one, since `install(classes=True)`, can do without our server.
-        if vars(dist)["TCPStore"] is type(self) and not (bind_host or token_keys):
+        if issubclass(type(self), vars(dist)["TCPStore"]) and not (bind_host or token_keys):
             make = functools.partial(self._make_or_pytorchs, make, *where, *flags, server, tls, token)
         super().__init__(_make(_host, host_name, port, make))
 
@@ -334,10 +335,10 @@ class TCPStore(Store):
             return make()
         except errors.DistError as error:
             shared = multi_tenant and pytorchs_server.may_be_shared(port, error)
-            if not (shared and pytorchs_server.will_do(*security)):
+            if not ((shared or isinstance(error, LateServerError)) and pytorchs_server.will_do(*security)):
                 raise
             why = str(error)
-        except (OSError, RuntimeError) as error:
+        except NoServerError as error:
             if not pytorchs_server.will_do(*security):
                 raise
             why = str(error)

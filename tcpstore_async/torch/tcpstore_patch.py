@@ -7,16 +7,16 @@ PyTorch's, and so do its objects: they are clients of our server. Rendezvous and
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from .. import errors
 from ..addresses import unbracketed
 from ..client.store_name import StoreTakenError, find_server
-from ..coercion import to_seconds
+from ..coercion import to_host, to_int64, to_port, to_seconds, to_world_size
+from ..server.master import LateServerError, NoServerError
 from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves
 from .errors import forget_locals, joint
@@ -102,6 +102,11 @@ def _our_options(given: tuple[Any, ...], named: dict[str, Any], launchers: bool)
         options["is_master"] = is_master
         if to_seconds("timeout", options.get("timeout", 1)) <= 0:
             return None
+        to_host("host_name", options["host_name"])
+        to_port("port", options["port"])
+        to_world_size("world_size", options.get("world_size"))
+        if options.get("master_listen_fd") is not None:
+            to_int64("master_listen_fd", options["master_listen_fd"])
     except (TypeError, ValueError):
         return None
     return {"use_libuv": True, **options, "server": "" if launchers else None}
@@ -111,18 +116,18 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     native_server.stop_unused()
     try:
         hosted = host_native(store, functools.partial(stock, store), **options)
-    except errors.DistError as error:
-        if isinstance(error, StoreTakenError) or not (options.get("multi_tenant") and "EADDRINUSE" in str(error)):
-            raise joint(error) from error.__cause__
-        why = str(error)  # a server of PyTorch's in this process may be shared, too
-    except dist.DistError:
-        raise
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except NoServerError as error:
         if not pytorchs_server.will_do(options["server"]):
             raise
         why = str(error)
+    except errors.DistError as error:
+        late = isinstance(error, LateServerError) and pytorchs_server.will_do(options["server"])
+        taken = options.get("multi_tenant") and "EADDRINUSE" in str(error) and not isinstance(error, StoreTakenError)
+        if not (late or taken):
+            raise joint(error) from error.__cause__
+        why = str(error)  # if it is taken, by a server of PyTorch's in this process, that may be shared, too
     else:
-        if hosted is not None:
+        if hosted is not None and hosted.pid != os.getpid():  # else it owns a store with a name
             log.info(
                 "hosting a tcpstore_async server for PyTorch's TCPStore on port %d (pid %d)", hosted.port, hosted.pid
             )

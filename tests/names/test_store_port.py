@@ -95,7 +95,7 @@ def test_the_error_says_what_a_loopback_address_is() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(
-            DistNetworkError, match=r"127\.0\.0\.1 is this host: if another host has published this addr"
+            DistNetworkError, match=r"if another host has published 127\.0\.0\.1, it is of use there only"
         ):
             TCPStore("127.0.0.1", closed.getsockname()[1], timeout=0.3, server="")
 

@@ -644,3 +644,61 @@ store.set("k", "v")
 print(store.port == port)"""
     out, _ = run(code, "", "no process", 0, TCPSTORE_INSTALL="1")
     assert out.splitlines()[1:] == ["True"], out
+
+
+HANDLER = """
+import signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+
+def interrupt(*_):
+    raise RuntimeError("the program's own")
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 1.5)
+try:
+    if sys.argv[1] == "TCPStore":
+        dist.TCPStore("127.0.0.1", {port}, 2, True, timedelta(seconds=30))
+    else:
+        next(dist.rendezvous("tcp://127.0.0.1:{port}?rank=0&world_size=2", timeout=timedelta(seconds=30)))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("mode", ["1", "python", "classes"])
+@pytest.mark.parametrize("way", ["TCPStore", "rendezvous"])
+def test_what_a_signal_handler_raises_is_not_taken_for_a_server_that_cannot_be_started(
+    way: str, mode: str, port: int
+) -> None:
+    """It was swallowed, and the store that was returned had no server."""
+    stdout, stderr = run(HANDLER.format(port=port), way, TCPSTORE_INSTALL=mode)
+    assert stdout == "the program's own"
+    assert "PyTorch's own server" not in stderr
+
+
+@pytest.mark.parametrize("mode", ["1", "classes"])
+def test_a_timeout_that_is_enough_for_pytorchs_server_is_enough(mode: str, port: int) -> None:
+    program = f"""
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", {port}, 1, True, timedelta(milliseconds=50))
+store.set_timeout(timedelta(seconds=30))
+store.set("a", "b")
+print(store.get("a"))
+"""
+    assert run(program, TCPSTORE_INSTALL=mode)[0] == "b'b'"
+
+
+def test_a_subclass_falls_back_to_pytorchs_server_as_its_base_does(port: int) -> None:
+    program = f"""
+import torch.distributed as dist
+class Mine(dist.TCPStore):
+    pass
+store = Mine("127.0.0.1", {port}, 1, True)
+store.set("a", "b")
+print(store.get("a"))
+"""
+    stdout, stderr = run(program, TCPSTORE_INSTALL="classes", TCPSTORE_SERVER="thread")
+    assert stdout == "b'b'"
+    assert stderr.count("using PyTorch's own server") == 1

@@ -32,7 +32,7 @@ def run_of(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
     with monkeypatch.context() as context:
         for name, value in env.items():
             context.setenv(name, value)
-        return own_origin().run
+        return own_origin("job").run
 
 
 def test_a_run_is_what_the_scheduler_and_the_user_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +50,15 @@ def test_a_run_is_what_the_scheduler_and_the_user_call_it(monkeypatch: pytest.Mo
     ]
     assert len({*runs, ""}) == len(runs) + 1
     assert run_of(monkeypatch, **STEP) == runs[0]
+
+
+def test_a_step_may_run_several_jobs_under_the_id_that_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert own_origin("job").run
+    assert own_origin("none").run == ""
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    assert own_origin("none").run
 
 
 def test_a_batch_script_does_not_say_which_of_its_runs_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,16 +85,16 @@ def test_without_runs_to_compare_the_age_decides(run: str, runs: list[str]) -> N
 
 
 def test_the_age_is_that_of_the_process() -> None:
-    program = "import time; from tcpstore_async.stores.late_agent import own_origin; print(own_origin().age)"
+    program = "import time; from tcpstore_async.stores.late_agent import own_origin; print(own_origin('job').age)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert -0.02 <= float(done.stdout) <= time.monotonic() - began
-    assert own_origin().age > float(done.stdout)
+    assert own_origin("job").age > float(done.stdout)
 
 
 def test_where_the_system_does_not_tell_the_age_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
-    assert 0 <= own_origin().age <= time.monotonic() - late_agent._imported
+    assert 0 <= own_origin("job").age <= time.monotonic() - late_agent._imported
 
 
 def test_an_end_is_described_by_its_time_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
