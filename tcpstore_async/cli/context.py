@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
+from ..addresses import unbracketed
 from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
@@ -315,11 +316,20 @@ token_file_option = click.option(
 
 
 def parse_store(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """Return the name of a store. Raises BadParameter for one that no server takes."""
-    from ..client.store_name import StoreName  # not for the other commands, which have to start fast
+    """Return the name of a store; an address on loopback is one of this host, as programs and their errors spell it.
 
+    Raises BadParameter for one that no server takes.
+    """
+    if text is None:
+        return None
+    from ..client.store_name import StoreName, is_local, name_of  # not for other commands, which have to start fast
+
+    host, _, port = text.rpartition(":")
+    host = unbracketed(host)
+    if port.isascii() and port.isdecimal() and is_local(host):
+        text = name_of(host, int(port))
     try:
-        return None if text is None else StoreName(text).name
+        return StoreName(text).name
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
 
@@ -330,7 +340,7 @@ keys_store_option = click.option(
     show_envvar=True,
     metavar="NAME",
     callback=parse_store,
-    help="Use this named store, as 'tcpstore stores' prints it; '' for the one without a name.",
+    help="Use this named store, as 'tcpstore stores' prints it, or localhost:PORT; '' for the one without a name.",
 )
 """For what reads or writes keys; its store is that of the context."""
 

@@ -102,6 +102,16 @@ def test_keys_of_a_store(server: Server, owner: TCPStore, monkeypatch: pytest.Mo
     assert json.loads(run_command(server, "who", "-o", "json").stdout)[0]["store"] == "node7:4711"  # shows all stores
 
 
+def test_a_store_by_an_address_on_loopback(server: Server) -> None:
+    """As programs and their errors spell it: its name has this host, network and user in front."""
+    with TCPStore("127.0.0.1", 4712, 1, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as owner:
+        for at in ("localhost:4712", "127.0.0.1:4712", "[::1]:4712", "0.0.0.0:4712"):
+            assert run_command(server, "set", "k", at, "--store", at).exit_code == 0
+            assert owner.get("k") == at.encode()
+        assert '"k"' in run_command(server, "keys", "-o", "json", "--store", "localhost:4712").stdout
+    assert run_command(server, "keys", "--store", "localhost:4712").exit_code == 1
+
+
 def test_a_token_for_a_store(sockets: Path, tmp_path: Path) -> None:
     keys, token = tmp_path / "keys", tmp_path / "token"
     keys.write_text("a:a-secret-that-is-long-enough\n")
