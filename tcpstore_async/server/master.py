@@ -88,7 +88,7 @@ class NoServerError(RuntimeError):
 
 
 class LateServerError(DistNetworkError):
-    """A process was started, and was not a server in time."""
+    """A process was started, and was not a server in time. A given socket is closed."""
 
 
 _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
@@ -351,7 +351,7 @@ def _start(
         address = str(listener.getsockname()[0])
         try:
             server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
-        except (NoServerError, LateServerError):
+        except NoServerError:
             if listening.fd is not None:
                 listener.detach()
             raise

@@ -335,7 +335,8 @@ class TCPStore(Store):
             return make()
         except errors.DistError as error:
             shared = multi_tenant and pytorchs_server.may_be_shared(port, error)
-            if not ((shared or isinstance(error, LateServerError)) and pytorchs_server.will_do(*security)):
+            late = isinstance(error, LateServerError) and listen_fd is None
+            if not ((shared or late) and pytorchs_server.will_do(*security)):
                 raise
             why = str(error)
         except NoServerError as error:

@@ -121,7 +121,8 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
             raise
         why = str(error)
     except errors.DistError as error:
-        late = isinstance(error, LateServerError) and pytorchs_server.will_do(options["server"])
+        late = isinstance(error, LateServerError) and options.get("master_listen_fd") is None
+        late = late and pytorchs_server.will_do(options["server"])
         taken = options.get("multi_tenant") and "EADDRINUSE" in str(error) and not isinstance(error, StoreTakenError)
         if not (late or taken):
             raise joint(error) from error.__cause__
