@@ -7,8 +7,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
 
@@ -38,24 +38,33 @@ def ask(
         from .admin_http import ask_over_http  # not for commands that look in here, which have to start fast
 
         assert not endless
-        yield from ask_over_http(where, parts, timeout, **more)
-        return
-    path = where
+        chunks = ask_over_http(where, parts, timeout, **more)
+    else:
+        chunks = _ask_here(where, parts, timeout, endless, **more)
+    rest = b""
+    with closing(chunks):
+        for chunk in chunks:
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from lines
+
+
+def _ask_here(
+    path: Path, parts: list[str], timeout: float | None, endless: bool, **more: object
+) -> Generator[bytes, None, None]:
+    """Yield the reply of an admin socket, in chunks."""
     deadline = None if timeout is None else time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX) as peer:
         try:
             peer.settimeout(timeout)
             _connect(peer, path, deadline)
             peer.sendall(json.dumps({"ask": parts, **more}).encode() + b"\n")
-            rest = b""
             while True:
                 if deadline is not None:
                     peer.settimeout(max(0.001, deadline - time.monotonic()))
                 chunk = peer.recv(256 * 1024)
                 if not chunk:
                     return
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
+                yield chunk
                 if endless:
                     deadline = None
                     peer.settimeout(None)

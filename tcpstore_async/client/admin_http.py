@@ -4,7 +4,7 @@ Knows HTTP. Must not know what a reply means.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
 from urllib.parse import urlencode
@@ -21,8 +21,10 @@ _MOST_TEXT: Final = 300
 """Characters of a refusal that are passed on."""
 
 
-def ask_over_http(url: HttpUrl, parts: list[str], timeout: float | None, **more: object) -> Iterator[bytes]:
-    """Yield the lines of the reply to a request for these parts, with `more` fields; those that are None are left out.
+def ask_over_http(
+    url: HttpUrl, parts: list[str], timeout: float | None, **more: object
+) -> Generator[bytes, None, None]:
+    """Yield the reply to a request for these parts, in chunks; of the `more` fields, those that are None are left out.
 
     `timeout` is in seconds, for the whole reply; None for none. Raises DistNetworkError if nobody answers there,
     PermissionError if this process may not ask, DistStoreError if the request is refused, and StoreTimeoutError.
@@ -39,15 +41,13 @@ def ask_over_http(url: HttpUrl, parts: list[str], timeout: float | None, **more:
             connection.request("GET", f"{PATH}?{urlencode(query)}")
             response = connection.getresponse()
             busy = "" if response.status == 200 else _refusal(url, response)
-            rest = b""
             while not busy:
                 if deadline is not None:
                     peer.settimeout(max(0.001, deadline - time.monotonic()))
                 chunk = response.read1(256 * 1024)
                 if not chunk:
                     return
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
+                yield chunk
         except TimeoutError:
             raise StoreTimeoutError(f"no complete reply from {url} within {timeout:g} s") from None
         except HTTPException:
