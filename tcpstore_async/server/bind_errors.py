@@ -12,7 +12,7 @@ from typing import Final
 
 from ..addresses import format_address
 from ..errors import DistError, DistNetworkError, DistStoreError
-from .port_holder import find_holder
+from .port_holder import holder_of
 
 Tried = list[tuple[int, str, OSError]]
 """Family and address, and why listening there failed."""
@@ -100,7 +100,7 @@ def _held(port: int, tried: Tried, servers: Collection[int]) -> str:
     `servers` are the processes of this process's own servers.
     """
     _, host, error = tried[-1]
-    holder = find_holder(host, port) if error.errno == errno.EADDRINUSE and port else None
+    holder = holder_of(error, host, port)
     if holder is None:
         return ""
     if holder.pid in servers:

@@ -81,11 +81,14 @@ def find_holder(host: str, port: int, proc: Path = PROC, seconds: float = _SECON
     return Holder(peer, found.uid, pid, _command(proc, pid)) if pid else Holder(peer, found.uid)
 
 
+def holder_of(error: OSError, host: object, port: int) -> Holder | None:
+    """Return who holds the address, if the error of listening there is that it is in use, and the holder is found."""
+    return find_holder(str(host), port) if error.errno == errno.EADDRINUSE and port else None
+
+
 def by_holder(error: OSError, host: object, port: int) -> str:
     """Return " by …", to follow "Address already in use", if that is the error and the holder is found; else ""."""
-    if error.errno != errno.EADDRINUSE or not port:
-        return ""
-    holder = find_holder(str(host), port)
+    holder = holder_of(error, host, port)
     return f" by {holder}" if holder is not None else ""
 
 

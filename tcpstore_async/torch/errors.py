@@ -74,8 +74,8 @@ def forget_locals(error: BaseException) -> None:
                     frame.clear()
 
 
-def joint(error: errors.DistError) -> errors.DistError:
-    """Return the same error as an instance of PyTorch's class too."""
+def joint(error: Exception) -> Exception:
+    """Return the same error as an instance of PyTorch's class too, if it has one."""
     if isinstance(error, dist.DistError):
         return error
     for kind in type(error).__mro__:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
-from ..server.master import LateServerError, NoServerError
+from ..server.master import NoServerError
 from ..stores import tcp
 from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
 from .cpp_client import for_ourselves, open_native
@@ -115,14 +115,10 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
                 _warn_if_foreign(place, plain_store)
             return ours
         native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))
-    except errors.DistError as error:
-        replaced = isinstance(error, LateServerError) or pytorchs_server.may_be_shared(place.port, error)
+    except (errors.DistError, NoServerError) as error:
+        replaced = pytorchs_server.cannot_start(error) or pytorchs_server.may_be_shared(place.port, error)
         if not (replaced and _may_be_pytorchs(place)):
             raise joint(error) from error.__cause__
-        why = str(error)
-    except NoServerError as error:
-        if not _may_be_pytorchs(place):
-            raise
         why = str(error)
     else:
         if server is not None:

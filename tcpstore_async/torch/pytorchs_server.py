@@ -11,6 +11,7 @@ from typing import Final
 from ..client.credentials import find_token
 from ..client.store_name import find_server
 from ..client.tls_settings import wants_tls
+from ..server.master import LateServerError, NoServerError
 from ..stores.tcp import TOKEN_KEYS
 
 _PORTS: Final = "TCPSTORE_PYTORCHS_PORTS"
@@ -30,6 +31,11 @@ def will_do(server: str | None = None, tls: bool | None = None, token: str | Non
     """
     secured = wants_tls(tls) or bool(find_token(token)) or bool(os.environ.get(TOKEN_KEYS))
     return find_server(server) is None and not secured
+
+
+def cannot_start(error: Exception, listen_fd: object = None) -> bool:
+    """Return whether an error says that ours could not be started; one that is late has closed a given socket."""
+    return isinstance(error, NoServerError) or (isinstance(error, LateServerError) and listen_fd is None)
 
 
 def is_known(port: int) -> bool:

@@ -25,7 +25,7 @@ from .. import errors
 from ..client.store_name import StoreTakenError, name_of
 from ..coercion import Text, Timeout, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
-from ..server.master import LateServerError, NoServerError
+from ..server.master import NoServerError
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from . import pytorchs_server
@@ -230,7 +230,7 @@ def _dropped() -> list[Store]:
     """
     clones = Counter(id(one._origin) for one in _open)
     used = {id(_lowest(store)) for _, store in distributed_c10d._world.pg_map.values()}
-    kept = sorted(_open, key=_depth, reverse=True)
+    kept = sorted(_open, key=lambda store: len(_chain(store)), reverse=True)
     above: Counter[int] = Counter()
     """References from prefixes that were dropped."""
     alone = [object()]
@@ -248,23 +248,21 @@ def _dropped() -> list[Store]:
     return dropped
 
 
-def _depth(store: Any) -> int:
-    """Return how many stores are below this one."""
-    depth = 0
-    while hasattr(store, "underlying_store"):
-        store, depth = store.underlying_store, depth + 1
-    return depth
-
-
 def host_for_others(host: str, port: int, **named: Any) -> "TCPStore":
     """Return a store that hosts, at best in a process: PyTorch's client in this one must not use the server."""
     return TCPStore._of(_make(_host, host, port, functools.partial(tcp.TCPStore, host, port, is_master=True, **named)))
 
 
+def _chain(store: Any) -> list[Any]:
+    """Return a store and those below it, in order."""
+    chain = [store]
+    while hasattr(chain[-1], "underlying_store"):
+        chain.append(chain[-1].underlying_store)
+    return chain
+
+
 def _lowest(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+    return _chain(store)[-1]
 
 
 class TCPStore(Store):
@@ -333,14 +331,10 @@ class TCPStore(Store):
         """Return what `make` does or, if our server cannot be started, our client of PyTorch's."""
         try:
             return make()
-        except errors.DistError as error:
+        except (errors.DistError, NoServerError) as error:
             shared = multi_tenant and pytorchs_server.may_be_shared(port, error)
-            late = isinstance(error, LateServerError) and listen_fd is None
-            if not ((shared or late) and pytorchs_server.will_do(*security)):
-                raise
-            why = str(error)
-        except NoServerError as error:
-            if not pytorchs_server.will_do(*security):
+            replaced = shared or pytorchs_server.cannot_start(error, listen_fd)
+            if not (replaced and pytorchs_server.will_do(*security)):
                 raise
             why = str(error)
         libuv = tcp._use_libuv(use_libuv)

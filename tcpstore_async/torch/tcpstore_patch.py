@@ -16,7 +16,7 @@ from .. import errors
 from ..addresses import unbracketed
 from ..client.store_name import StoreTakenError, find_server
 from ..coercion import to_host, to_int64, to_port, to_seconds, to_world_size
-from ..server.master import LateServerError, NoServerError
+from ..server.master import NoServerError
 from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves
 from .errors import forget_locals, joint
@@ -116,15 +116,10 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     native_server.stop_unused()
     try:
         hosted = host_native(store, functools.partial(stock, store), **options)
-    except NoServerError as error:
-        if not pytorchs_server.will_do(options["server"]):
-            raise
-        why = str(error)
-    except errors.DistError as error:
-        late = isinstance(error, LateServerError) and options.get("master_listen_fd") is None
-        late = late and pytorchs_server.will_do(options["server"])
+    except (errors.DistError, NoServerError) as error:
+        cannot_start = pytorchs_server.cannot_start(error, options.get("master_listen_fd"))
         taken = options.get("multi_tenant") and "EADDRINUSE" in str(error) and not isinstance(error, StoreTakenError)
-        if not (late or taken):
+        if not (taken or (cannot_start and pytorchs_server.will_do(options["server"]))):
             raise joint(error) from error.__cause__
         why = str(error)  # if it is taken, by a server of PyTorch's in this process, that may be shared, too
     else:
