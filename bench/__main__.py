@@ -35,10 +35,10 @@ from bench.scale.scenarios import SCENARIOS, Scenario
 from bench.scale.servers import SERVERS, hosting, reference_of
 from bench.scale.start import BACKENDS, NCCL2, PRESETS, Pattern
 from bench.stats import format_seconds
-from tcpstore_async.errors import counted
-from tcpstore_async.load.generator import LoadError
+from tcpstore_async.base.errors import counted
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
+from tcpstore_async.tools.load.generator import LoadError
 
 FULL_SECONDS = 3200.0
 QUICK_SECONDS = 170.0

@@ -35,10 +35,10 @@ from bench import processes
 processes.use_build()
 
 from tcpstore_async import Limits, serve  # noqa: E402  (the path comes first)
-from tcpstore_async.access import Access  # noqa: E402
+from tcpstore_async.auth.access import Access  # noqa: E402
+from tcpstore_async.observe.history import History  # noqa: E402
 from tcpstore_async.serving import build, tune_gc  # noqa: E402
-from tcpstore_async.session.history import History  # noqa: E402
-from tcpstore_async.values import pack  # noqa: E402
+from tcpstore_async.wire.values import pack  # noqa: E402
 
 MIB = 1 << 20
 MAX_RATIO = 1.5

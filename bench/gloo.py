@@ -30,9 +30,9 @@ from bench import processes
 processes.use_build()
 
 from bench.scale.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
-from tcpstore_async.load.recording import read_recording  # noqa: E402
-from tcpstore_async.load.summary import summarize  # noqa: E402
 from tcpstore_async.serving import build  # noqa: E402
+from tcpstore_async.tools.load.recording import read_recording  # noqa: E402
+from tcpstore_async.tools.load.summary import summarize  # noqa: E402
 
 V2 = "GLOO_ENABLE_STORE_V2_API"
 SEQUENCE = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"

@@ -34,12 +34,12 @@ if __name__ == "__main__":
 
 from bench.processes import apart, cpu_seconds, started
 from bench.stats import spread
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.load.scripts import encode_request
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.scripts import encode_request
+from tcpstore_async.wire.values import pack
 
 LINKS = 6
 TIMEOUT = 300.0

@@ -29,13 +29,13 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import processes, stats
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
-from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import pack
 
 CONFIDENCE = 0.99
 """More than elsewhere: a table has some twenty rows."""

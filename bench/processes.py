@@ -309,11 +309,11 @@ async def relay(server_port: int, ranks_per_link: int, ranks: int) -> None:
     import itertools
     from functools import partial
 
+    from tcpstore_async.links.link_client import ClientLink
     from tcpstore_async.relay.core import LINKED, Relay
     from tcpstore_async.relay.upstream import Upstream
     from tcpstore_async.server.listen_socket import CONNECTION_ERRORS, listen, raise_file_limit
     from tcpstore_async.serving import tune_gc
-    from tcpstore_async.session.link_client import ClientLink
 
     raise_file_limit()
     listener = listen("127.0.0.1", 0)

@@ -51,11 +51,11 @@ from bench.scale.servers import (
     relayed,
 )
 from bench.stats import spread
-from tcpstore_async.errors import counted
-from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
-from tcpstore_async.load.workers import OpenLoop
+from tcpstore_async.base.errors import counted
 from tcpstore_async.serving import build
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
+from tcpstore_async.tools.load.workers import OpenLoop
+from tcpstore_async.wire.values import pack
 
 LIMIT = 600.0
 LARGEST_DIRECT = 19_000

@@ -42,14 +42,14 @@ from bench.scale.servers import hosting
 from bench.stats import spread
 from tcpstore_async import TCPStore
 from tcpstore_async.client.client_info import introduction
-from tcpstore_async.load.generator import Generator, Step
-from tcpstore_async.load.observer import RequestDecoder
-from tcpstore_async.load.scripts import RANK, encode_request, hello, make_step
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
 from tcpstore_async.stores.agent import Options
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.generator import Generator, Step
+from tcpstore_async.tools.load.observer import RequestDecoder
+from tcpstore_async.tools.load.scripts import RANK, encode_request, hello, make_step
 from tcpstore_async.wire.commands import SERVER_KEY
+from tcpstore_async.wire.values import pack
 
 SIZES = (16, 256, 4096, 12288)
 MEASURED_SECONDS = 10.0

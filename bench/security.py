@@ -42,9 +42,9 @@ from bench.stats import spread
 if __name__ == "__main__":
     processes.use_build()  # before the package is imported
 
-from tcpstore_async.load.scripts import encode_request
-from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.tokens import TokenKeys
+from tcpstore_async.auth.tokens import TokenKeys
+from tcpstore_async.links.link_client import ClientLink, Stream
+from tcpstore_async.tools.load.scripts import encode_request
 from tcpstore_async.wire.commands import MAGIC
 
 PARTS = ("link", "relay", "handshake", "stopped", "tokens")

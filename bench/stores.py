@@ -29,12 +29,12 @@ if __name__ == "__main__":
     processes.use_build()  # before the package is imported
 
 from tcpstore_async import TCPStore
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
-from tcpstore_async.limits import Limits
+from tcpstore_async.observe.history import History
 from tcpstore_async.server.master import host
 from tcpstore_async.serving import build, tune_gc
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, ServerSession

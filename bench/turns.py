@@ -29,22 +29,21 @@ from bench import processes
 if __name__ != "__mp_main__":  # a child process has the path of its parent
     processes.use_build()
 
-from tcpstore_async.access import Access
-from tcpstore_async.errors import PeerError
-from tcpstore_async.keyspace import MAX_LEASES
-from tcpstore_async.limits import Limits
-from tcpstore_async.server.backends import LINK_GRACE
-from tcpstore_async.session.history import History
+from tcpstore_async.auth.access import Access
+from tcpstore_async.auth.tokens import TokenKeys
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import LINK_GRACE, Limits
+from tcpstore_async.keyspace.keyspace import MAX_LEASES
+from tcpstore_async.links.link_client import ClientLink, Stream
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
+from tcpstore_async.observe.history import History
 from tcpstore_async.session.identity import build, identity
-from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import PORTION, Engine, ServerSession, Transport
-from tcpstore_async.session.single_link import MOST_PIECES, SingleLink
-from tcpstore_async.tokens import TokenKeys
-from tcpstore_async.values import pack
 from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
+from tcpstore_async.wire.values import pack
 
 KEYS_PER_REQUEST = 131_072
 WAITERS = 100_000

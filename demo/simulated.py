@@ -5,8 +5,8 @@ import os
 import socket
 from typing import Any
 
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import COMMANDS, MAGIC
+from tcpstore_async.wire.values import pack
 
 _BY_NAME = {command.name: command for command in COMMANDS}
 

@@ -9,7 +9,7 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tcpstore_async.version import VERSION  # noqa: E402
+from tcpstore_async.base.version import VERSION  # noqa: E402
 
 project = "tcpstore_async"
 author = "the tcpstore_async authors"

@@ -6,11 +6,10 @@ The public names are imported on first use, so that PyTorch's plugin mechanism c
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import VERSION as __version__
+from .base.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from .client.aio import AsyncTCPStore
-    from .errors import (
+    from .base.errors import (
         AccessDeniedError,
         DistError,
         DistNetworkError,
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
         QueueEmptyError,
         StoreTimeoutError,
     )
-    from .limits import Limits
-    from .rendezvous_url import register_rendezvous_handler, rendezvous
+    from .base.limits import Limits
+    from .client.aio import AsyncTCPStore
     from .serving import serve
     from .stores.base import Store
     from .stores.file import FileStore
     from .stores.hash import HashStore
     from .stores.prefix import PrefixStore
+    from .stores.rendezvous_url import register_rendezvous_handler, rendezvous
     from .stores.tcp import TCPStore
 
 __all__ = [

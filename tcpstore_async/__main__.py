@@ -1,6 +1,6 @@
 """Entry point of the command `tcpstore`, which is also `python -m tcpstore_async`."""
 
-from .interrupts import reset_sigint
+from .base.interrupts import reset_sigint
 
 
 def main() -> None:

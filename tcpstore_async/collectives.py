@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
-from .coercion import Text, Timeout, to_bytes, to_int64, to_seconds
-from .deadline import DEFAULT_TIMEOUT, Deadline
-from .errors import DistStoreError, MissingRanksError
+from .base.coercion import Text, Timeout, to_bytes, to_int64, to_seconds
+from .base.deadline import DEFAULT_TIMEOUT, Deadline
+from .base.errors import DistStoreError, MissingRanksError
 from .stores.base import Store
 
 log = logging.getLogger("tcpstore_async.collectives")

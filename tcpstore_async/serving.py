@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from .addresses import format_address
-from .errors import DistNetworkError, counted
-from .limits import Limits
+from .auth.tokens import HostTokens, SharedTokens, TokenFiles
+from .base.addresses import format_address
+from .base.errors import DistNetworkError, counted
+from .base.limits import DEFAULT_GRACE, Limits
 from .server.admin import admin_socket
-from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
+from .server.backends import DEFAULT_BACKEND, server_class
 from .server.fork_safety import close_on_fork, closed_in_children
 from .server.linger import Linger
 from .server.listen_socket import (
@@ -31,18 +32,17 @@ from .server.listen_socket import (
     raise_file_limit,
     warn_if_exposed,
 )
-from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
+from .server.process.child import STDERR, Owner, announce_end, ignore_signals, log_to_owner, read_tokens
 from .server.process.protocol import Event
 from .server.reloading import Reloading
 from .server.store_ports import ANY
 from .server.systemd import activated_fd, supervised
 from .session.identity import build as build
-from .tokens import HostTokens, SharedTokens, TokenFiles
 
 if TYPE_CHECKING:
     from .server.base import Server
+    from .server.http_process import HttpOptions
     from .server.tls import ServerTls
-    from .web.process import HttpOptions
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -193,7 +193,7 @@ def _http_process(server: "Server", options: "HttpOptions | None") -> AbstractAs
         return nullcontext()
     if not server.admin:
         raise DistNetworkError("cannot serve the status page over HTTP: the server has no admin socket")
-    from .web.process import http_process  # not for the other servers
+    from .server.http_process import http_process  # not for the other servers
 
     return http_process(server.admin, options)
 
@@ -222,7 +222,7 @@ def _server_tls(cert: str | None, key: str | None, ca: str | None, required: boo
         return None
     if not cert or not key:
         raise ValueError("TLS needs a certificate and its key: give both tls_cert and tls_key")
-    from .secret_files import TlsFiles
+    from .auth.secret_files import TlsFiles
     from .server.tls import ServerTls
 
     return ServerTls(TlsFiles(ca or "", cert, key), required)
@@ -263,6 +263,28 @@ def tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 500, 100)
+
+
+def child_main(
+    listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float, *tls: str
+) -> None:
+    """Be the server process that `server/process/parent.py` has started; return when it is to exit.
+
+    `tls` are the fields of `TlsFiles`, empty if there are none. What it checks tokens with, if it does, is in a line of
+    its standard input.
+    """
+    tokens = read_tokens()
+    serve_owner(
+        listen_fd,
+        owner_pid,
+        control_fd,
+        pidfd=pidfd,
+        log_fd=STDERR,
+        backend=backend,
+        grace=grace,
+        tls=tls,
+        tokens=tokens,
+    )
 
 
 def serve_owner(

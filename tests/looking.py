@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from support import HANDSHAKE, blob, keys
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.diagnosis.facts import Facts, read_facts
 from tcpstore_async.diagnosis.missing import Missing, awaited, find_missing
 from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
 from tcpstore_async.diagnosis.ranks import Ranks
-from tcpstore_async.limits import Limits
-from tcpstore_async.session.history import History
-from tcpstore_async.session.inspection import Inspection
-from tcpstore_async.session.missing_reply import Report, decode_report
+from tcpstore_async.observe.history import History
+from tcpstore_async.observe.inspection import Inspection
+from tcpstore_async.observe.missing_reply import Report, decode_report
 from tcpstore_async.session.server import Engine, ServerSession
 
 

@@ -65,9 +65,9 @@ UPWARD = {("server/process/child.py", "main", "serving")}
 """Imports that point up: module, function, and what that imports. A server process runs the `serve` entry point."""
 
 PROGRAMS = {
-    ("client/named_ports.py", "", "server"),
+    ("relay/named_ports.py", "", "server"),
     ("relay/process.py", "__init__", "__main__"),
-    ("web/process.py", "http_process", "__main__"),
+    ("server/http_process.py", "http_process", "__main__"),
 }
 """What the programs of other processes import, in the same form. The one that forwards connections to named stores
 checks whose they are, as a server does; the other two are the commands `tcpstore relay` and `tcpstore http`.

@@ -32,7 +32,7 @@ def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_setup_compiles_is_there() -> None:
     names = builds.compiled_names()
-    assert "tcpstore_async.keyspace" in names
+    assert "tcpstore_async.keyspace.keyspace" in names
     assert [builds.kind(name) for name in names] == [build()] * len(names)
 
 

@@ -21,14 +21,14 @@ from conformance.vectors import libuv_vectors
 from properties.test_codec_properties import REPLIES, REQUESTS
 from support import LIMIT
 from tcpstore_async import HashStore, PrefixStore, Store, TCPStore, serve
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import capabilities, requests
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.client.methods import DECLARED, Methods
-from tcpstore_async.errors import PeerError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import Limits
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.observe.history import _NO_VALUES, History
 from tcpstore_async.session import identity
-from tcpstore_async.session.history import _NO_VALUES, History
 from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT
+from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
-from tcpstore_async.version import VERSION
 from test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent

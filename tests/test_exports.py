@@ -53,11 +53,11 @@ def test_importing_the_package_imports_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert [name for name in done.stdout.split() if name.startswith("tcpstore")] == [
         "tcpstore_async",
-        "tcpstore_async.version",
+        "tcpstore_async.base.version",
     ]
     assert "asyncio" not in done.stdout
 
 
 def test_importing_a_module_hides_no_name() -> None:
-    code = "import tcpstore_async, tcpstore_async.rendezvous_url; assert callable(tcpstore_async.rendezvous)"
+    code = "import tcpstore_async, tcpstore_async.stores.rendezvous_url; assert callable(tcpstore_async.rendezvous)"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

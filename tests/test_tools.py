@@ -87,7 +87,7 @@ def test_mutations_of_a_line(tmp_path: Path, source: str, expected: list[str]) -
 
 
 def test_every_mutation_of_the_core_is_python_and_a_change() -> None:
-    for path in mutate.sources(["tcpstore_async/values.py", "tcpstore_async/session/identity.py"]):
+    for path in mutate.sources(["tcpstore_async/wire/values.py", "tcpstore_async/session/identity.py"]):
         source = (ROOT / path).read_bytes()
         tree = ast.dump(ast.parse(source))
         found = mutate.mutations(ROOT, path)

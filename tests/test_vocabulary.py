@@ -23,7 +23,7 @@ TESTED = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(
 """Modules of tests. This one quotes the words."""
 
 OTHERS = ("Makefile", "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml")
-FOLDERS = (".ci", ".github", "bench/loadgen", "deploy", "docs", "examples", "tcpstore_async/web/page", "tools")
+FOLDERS = (".ci", ".github", "bench/loadgen", "deploy", "docs", "examples", "tcpstore_async/tools/web/page", "tools")
 SUFFIXES = {
     "",
     ".c",
@@ -179,7 +179,12 @@ def test_all_kinds_of_files_are_read() -> None:
     for path in (
         *("Makefile", "pyproject.toml", "README.md", "setup.py", ".ci/run", ".github/workflows/tests.yml"),
         *("deploy/Containerfile", "deploy/tcpstore.service", "deploy/kustomize/base/store.yaml", "docs/design.md"),
-        *("tcpstore_async/web/page/app.js", "tcpstore_async/web/page/style.css", "tests/support.py", "tools/mutate.py"),
+        *(
+            "tcpstore_async/tools/web/page/app.js",
+            "tcpstore_async/tools/web/page/style.css",
+            "tests/support.py",
+            "tools/mutate.py",
+        ),
         *("bench/loadgen/loadgen.c", "examples/README.md", "tests/unit/wire/test_codecs.py"),
     ):
         assert path in read

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tcpstore_async.agents import MOST_NAMED, MOST_REMEMBERED
-from tcpstore_async.limits import KIB, MIB, Limits
+from tcpstore_async.base.limits import KIB, MIB, Limits
+from tcpstore_async.keyspace.agents import MOST_NAMED, MOST_REMEMBERED
 from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, SERVER_KEY, Command, Flag
 
 TARGET = Path(__file__).parent.parent / "docs" / "wire.md"

@@ -5,8 +5,8 @@ result nobody uses, or moves a whole number by one. A seed chooses the places am
 run can be repeated. Each one is tried in a copy of the checkout: nothing here is edited.
 
     python tools/mutate.py --count 20 --seed 1
-    python tools/mutate.py --list tcpstore_async/keyspace.py
-    python tools/mutate.py --only tcpstore_async/keyspace.py:120:8:0 -- tests/unit/test_keyspace.py
+    python tools/mutate.py --list tcpstore_async/keyspace/keyspace.py
+    python tools/mutate.py --only tcpstore_async/keyspace/keyspace.py:120:8:0 -- tests/unit/test_keyspace.py
 
 What no test notices is either a missing test or a mutation that changes nothing that can be seen: read the place.
 """
@@ -192,7 +192,7 @@ def noticed(checkout: Path, pytest: Iterable[str]) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="what to mutate, such as tcpstore_async/keyspace.py")
+    parser.add_argument("files", nargs="*", help="what to mutate, such as tcpstore_async/keyspace/keyspace.py")
     parser.add_argument("--count", type=int, default=20, help="how many places (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="chooses them (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="PLACE", help="this place, as --list prints it")

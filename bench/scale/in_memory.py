@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from bench import processes
 from bench.scale.servers import Measured, Server
 from bench.scale.start import Action, Pattern, Traffic, in_order_of_arrival, planned, traffic
-from tcpstore_async.errors import LimitError
-from tcpstore_async.limits import Limits
-from tcpstore_async.load.generator import LoadError, late
-from tcpstore_async.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
+from tcpstore_async.base.errors import LimitError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.serving import build, tune_gc
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.generator import LoadError, late
+from tcpstore_async.tools.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
+from tcpstore_async.wire.values import pack
 
 BARRIERS = 10
 """Of a measurement, as over sockets."""

@@ -21,9 +21,9 @@ import msgspec
 
 from bench.processes import ROOT
 from bench.scale.servers import CORES, can_mount, load_cores, server_cores
-from tcpstore_async.load.quick_bench import SATURATED as SATURATED
+from tcpstore_async.base.version import VERSION
 from tcpstore_async.serving import build
-from tcpstore_async.version import VERSION
+from tcpstore_async.tools.load.quick_bench import SATURATED as SATURATED
 
 FORMAT = 1
 

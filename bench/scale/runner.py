@@ -17,7 +17,7 @@ from bench.scale.results import Ending, Sample, Transport
 from bench.scale.scenarios import Scenario
 from bench.scale.servers import PYTORCH, RELAY, SERVERS, Died, Host, Impossible, Measured, Point, has_torch
 from bench.stats import LEAST_ROUNDS
-from tcpstore_async.load.generator import Late, LoadError
+from tcpstore_async.tools.load.generator import Late, LoadError
 
 OURS = "uvloop"
 """Driven in memory too, and measured on where those it is compared with would take too long."""

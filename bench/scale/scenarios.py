@@ -29,8 +29,8 @@ from bench.scale.servers import (
     wait_for_ranks,
 )
 from bench.scale.start import NCCL2, Pattern, planned, playing
-from tcpstore_async.load.generator import LoadError, Step, Unreachable, late
-from tcpstore_async.load.scripts import (
+from tcpstore_async.tools.load.generator import LoadError, Step, Unreachable, late
+from tcpstore_async.tools.load.scripts import (
     OPERATIONS,
     RANK,
     confirmed,
@@ -42,8 +42,8 @@ from tcpstore_async.load.scripts import (
     operation,
     store_based_barrier,
 )
-from tcpstore_async.load.workers import ClosedLoop, OpenLoop, busy
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.workers import ClosedLoop, OpenLoop, busy
+from tcpstore_async.wire.values import pack
 
 
 class Metric(NamedTuple):

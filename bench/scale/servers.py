@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from bench import processes
-from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
-from tcpstore_async.load.scripts import encode_request, hello, join
-from tcpstore_async.load.workers import ClosedLoop, Took, WorkerPool, worker_pool
+from tcpstore_async.tools.load.generator import Late, LoadError, Step, Unreachable, late
+from tcpstore_async.tools.load.scripts import encode_request, hello, join
+from tcpstore_async.tools.load.workers import ClosedLoop, Took, WorkerPool, worker_pool
 
 SERVERS = ("uvloop", "relay", "threaded", "libuv", "legacy", "control")
 RELAY = "relay"

@@ -31,9 +31,9 @@ from typing import Literal, NamedTuple
 
 from bench import processes
 from bench.scale.servers import Impossible
-from tcpstore_async.load.generator import LoadError, Unreachable, late
-from tcpstore_async.load.scripts import encode_request, join
-from tcpstore_async.values import pack
+from tcpstore_async.tools.load.generator import LoadError, Unreachable, late
+from tcpstore_async.tools.load.scripts import encode_request, join
+from tcpstore_async.wire.values import pack
 
 REQUESTS_PER_SECOND = 20_000
 """At least, of a start: what it may take beyond the limit."""

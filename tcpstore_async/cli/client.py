@@ -14,8 +14,8 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
+from ..base.errors import DistNetworkError, DistStoreError
 from ..client.aio import AsyncTCPStore
-from ..errors import DistNetworkError, DistStoreError
 from .commands import Commands
 from .context import FAILED, ClientContext, client_command, keys_store_option, wait_option
 from .output import print_result

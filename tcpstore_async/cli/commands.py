@@ -6,7 +6,7 @@ from typing import IO, Any, Final, cast
 
 import click
 
-from ..interrupts import reset_sigint
+from ..base.interrupts import reset_sigint
 from .output import print_error
 
 _OPTIONS: Final = (
@@ -45,12 +45,12 @@ class ProgramCommands(Mapping[str, click.Command]):
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
-        """`places` are MODULE.NAME, of a module of this package, by the name of the command."""
+        """`places` are MODULE:NAME by the name of the command, the module relative to the whole package."""
         self._places = places
 
     def __getitem__(self, name: str) -> click.Command:
-        module, _, found = self._places[name].partition(".")
-        return cast(click.Command, getattr(import_module(f".{module}", __package__), found))
+        module, _, found = self._places[name].partition(":")
+        return cast(click.Command, getattr(import_module(f"tcpstore_async.{module}"), found))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

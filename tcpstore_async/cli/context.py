@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from ..addresses import unbracketed
+from ..auth.secret_files import TlsFiles
+from ..base.addresses import unbracketed
+from ..base.errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
-from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
-from ..secret_files import TlsFiles
 from .output import ProgressLine, print_error, print_json, print_result, stdout_is_closed
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _status(error: DistError) -> int:
 
 def _exceeded_limit(key: str, value: bytes) -> str:
     """Describe the default limit, of our server and PyTorch's, that a key or value exceeds; empty if none."""
-    from ..limits import Limits
+    from ..base.limits import Limits
 
     limits = Limits()
     for what, size, name, limit in (

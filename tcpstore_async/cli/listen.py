@@ -3,11 +3,11 @@
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
-from ..server.backends import DEFAULT_GRACE, LINK_GRACE
+from ..base.limits import DEFAULT_GRACE, LINK_GRACE
 from .seconds import Seconds
 from .stdio import INFO, LOG_FORMATS, LOG_LEVELS, TEXT
 
@@ -116,3 +116,21 @@ def write_atomically(path: Path, text: str) -> None:
                 raise
     except OSError as error:
         raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None
+
+
+class Where(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+
+def parse_address(ctx: click.Context, param: click.Parameter, text: str | None) -> Where | None:
+    """Return the address of an option HOST:PORT. Raises BadParameter."""
+    if text is None:
+        return None
+    host, separator, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host if ":" not in host else ""
+    if not separator or not host or not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65536):
+        raise click.BadParameter(f"{text!r} is not of the form HOST:PORT, such as 127.0.0.1:9400", ctx, param)
+    return Where(host, int(port))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..auth.secret_files import TlsFiles
+from ..base.errors import AccessDeniedError, DistError
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
 from ..client.tls_settings import wants_tls
-from ..errors import AccessDeniedError, DistError
-from ..secret_files import TlsFiles
 from ..serving import build, run_loop
 from .context import FAILED, NOT_ALLOWED, parse_store, parse_url, tls_client_options, token_file_option
 from .listen import grace_option, listen_options, log_format_option, log_level_option, write_atomically

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import DistError
-from ..limits import Limits
+from ..auth.tokens import TokenFiles
+from ..base.errors import DistError
+from ..base.limits import Limits
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
 from ..serving import build, run, run_loop, serve_owner
 from ..session.server import ALL, REMOTE
-from ..tokens import TokenFiles
-from .http import Where, listen_for_http, parse_address
 from .listen import (
+    Where,
     grace_option,
     linger_option,
     link_grace_option,
     listen_options,
     log_format_option,
     log_level_option,
+    parse_address,
     tls_server_options,
     write_atomically,
 )
@@ -31,7 +33,7 @@ from .stdio import fail, log_without_blocking
 
 if TYPE_CHECKING:
     from ..server.base import Server
-    from ..web.process import HttpOptions
+    from ..server.http_process import HttpOptions
 
 _LIMITS = [field.name for field in dataclasses.fields(Limits)]
 
@@ -240,7 +242,7 @@ def serve(
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
         if http is not None:
-            page = listen_for_http(http, same_user=require_auth == ALL, log_format=log_format, log_level=log_level)
+            page = listen_for_http(*http, same_user=require_auth == ALL, log_format=log_format, log_level=log_level)
         running = run(
             host,
             port,

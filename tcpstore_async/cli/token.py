@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ..access import RIGHTS, Access
-from ..tokens import read_keys
+from ..auth.access import RIGHTS, Access
+from ..auth.tokens import read_keys
 from .output import print_result
 from .stdio import log_without_blocking
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
 
-from ..errors import DistNetworkError, StoreTimeoutError
+from ..base.errors import DistNetworkError, StoreTimeoutError
 from .server_url import HttpUrl
 
 _WANTED: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")

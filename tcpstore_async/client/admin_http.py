@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
 from urllib.parse import urlencode
 
-from ..errors import DistNetworkError, DistStoreError, StoreTimeoutError
+from ..base.errors import DistNetworkError, DistStoreError, StoreTimeoutError
 from .server_url import HttpUrl
 
 PATH: Final = "/api/lines"

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import Identity, read_identity
-from ..values import unpack
+from ..wire.values import unpack
 from . import requests
 from .credentials import authenticate
 from .store_name import StoreName

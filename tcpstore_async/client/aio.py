@@ -18,14 +18,14 @@ from copy import copy
 from datetime import timedelta
 from typing import Any, cast
 
-from ..coercion import Text, Timeout, call_seconds, to_host, to_port, to_seconds
-from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
-from ..keys import caller_keys, decode_keys, stored_key, stored_keys
-from ..secret_files import TlsFiles
+from ..auth.secret_files import TlsFiles
+from ..base.coercion import Text, Timeout, call_seconds, to_host, to_port, to_seconds
+from ..base.deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
+from ..base.errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
+from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
-from ..values import Framed, unpack
+from ..wire.values import Framed, unpack
 from . import capabilities, exchanges, explanation, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable
 from copy import copy
 from typing import Any, cast
 
-from ..deadline import MIN_ROUND_TRIP, Deadline
-from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
+from ..base.deadline import MIN_ROUND_TRIP, Deadline
+from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
+from ..links.single_client import ACKNOWLEDGED_AT_ONCE, UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
-from ..session.single_client import ACKNOWLEDGED_AT_ONCE, UNANSWERED_BYTES, ClientSingleLink, is_break
-from ..values import unpack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, Command
+from ..wire.values import unpack
 from .last_byte import describe_silence
 from .requests import VALUE_BYTES, Request, confirm, give_back, lost_during, size_hint, timeout_message
 from .sync_connection import reset_when_closed

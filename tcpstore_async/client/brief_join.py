@@ -11,7 +11,7 @@ import select
 from types import TracebackType
 from typing import Any, Final
 
-from ..deadline import Deadline
+from ..base.deadline import Deadline
 from ..session.client import ClientSession, PendingCall
 from . import requests
 from .client_info import introduction

@@ -8,7 +8,7 @@ it. Every command of a probe is answered at once and leaves nothing behind.
 import os
 from typing import Final
 
-from ..keys import BARRIER_LAST
+from ..base.keys import BARRIER_LAST
 from ..wire.commands import BY_METHOD
 from . import requests
 from .requests import Request

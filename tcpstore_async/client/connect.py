@@ -22,9 +22,9 @@ from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
 
-from ..addresses import is_loopback
-from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import (
+from ..base.addresses import is_loopback
+from ..base.deadline import MIN_ROUND_TRIP, Deadline, backoff
+from ..base.errors import (
     AccessDeniedError,
     ConnectionDeniedError,
     DistNetworkError,

@@ -10,18 +10,14 @@ import os
 from collections.abc import Generator
 from typing import Final
 
-from ..addresses import format_address
-from ..errors import AccessDeniedError
-from ..secret_files import read_secret
+from ..auth.secret_files import TOKEN, TOKEN_FILE, read_secret
+from ..base.addresses import format_address
+from ..base.errors import AccessDeniedError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import TOKENS, Identity, read_auth_reply, with_access
-from ..values import unpack
 from ..wire.codecs import MAX_TOKEN
+from ..wire.values import unpack
 from . import requests
-
-TOKEN: Final = "TCPSTORE_TOKEN"
-TOKEN_FILE: Final = "TCPSTORE_TOKEN_FILE"
-"""Environment variables: a token, and a file that holds one."""
 
 log = logging.getLogger("tcpstore_async.client")
 

@@ -7,9 +7,9 @@ connections, deadlines or whether its caller awaits.
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar
 
-from ..coercion import to_bytes
-from ..keys import BARRIER_LAST, BARRIER_MEMBERS, stored_key
-from ..values import EMPTY
+from ..base.coercion import to_bytes
+from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS, stored_key
+from ..wire.values import EMPTY
 from . import requests
 from .requests import Request
 

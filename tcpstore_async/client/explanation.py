@@ -7,12 +7,12 @@ Invariant: PyTorch's words come first and stay as they are. Without an answer, o
 
 from typing import Final
 
-from ..errors import StoreTimeoutError, counted
-from ..keys import caller_key, readable
+from ..base.errors import StoreTimeoutError, counted
+from ..base.keys import caller_key, readable
+from ..observe.missing_reply import Elsewhere, Near, Report, decode_report
 from ..session.identity import QUESTIONS, Identity
-from ..session.missing_reply import Elsewhere, Near, Report, decode_report
-from ..values import PREFIX, Framed, pack, unpack
 from ..wire.commands import BY_METHOD, JOINS_KEY
+from ..wire.values import PREFIX, Framed, pack, unpack
 from .requests import Request
 
 _WAIT: Final = BY_METHOD["wait"]

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final
 
-from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import (
+from ..base.deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
+from ..base.errors import (
     AccessDeniedError,
     ConnectionDeniedError,
     DistError,
@@ -36,11 +36,11 @@ from ..errors import (
     StoreTimeoutError,
     reason_of,
 )
-from ..locks import RLock
+from ..base.locks import RLock
+from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
-from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
-from ..values import Framed, unpack
+from ..wire.values import Framed, unpack
 from . import background, capabilities, explanation, requests
 from .connect import Cancelled, always, connect_blocking
 from .last_byte import describe_silence

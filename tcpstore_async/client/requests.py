@@ -8,15 +8,15 @@ TypeError or ValueError here, before anything is sent.
 from itertools import count as count_from
 from typing import Any, Final
 
-from ..addresses import format_address
-from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
-from ..deadline import MIN_ROUND_TRIP
-from ..errors import StoreTimeoutError
-from ..keys import stored_key, stored_keys, wait_timeout_message
-from ..limits import Limits
-from ..values import Framed, pack
+from ..base.addresses import format_address
+from ..base.coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..base.deadline import MIN_ROUND_TRIP
+from ..base.errors import StoreTimeoutError
+from ..base.keys import stored_key, stored_keys, wait_timeout_message
+from ..base.limits import Limits
 from ..wire.codecs import NO_REPLY, Fields
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
+from ..wire.values import Framed, pack
 
 Request = tuple[Command, Fields]
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Generator
 from typing import Final
 
-from ..deadline import Deadline, backoff
-from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
-from ..session.single_client import ClientSingleLink, is_break
-from ..values import PREFIX
+from ..base.deadline import Deadline, backoff
+from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
+from ..links.single_client import ClientSingleLink, is_break
 from ..wire.commands import BY_METHOD
+from ..wire.values import PREFIX
 from . import exchanges
 from .connect import NO_SIGPIPE, Attempt, Cancelled, connect, connect_blocking
 from .sync_connection import SyncConnection, reset_when_closed

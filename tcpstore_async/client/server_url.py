@@ -7,7 +7,7 @@ import re
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from ..addresses import format_address
+from ..base.addresses import format_address
 
 FORM: Final = "tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
 

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Generator, Iterable
 from typing import Final
 
-from ..addresses import format_address, spelled
-from ..errors import AccessDeniedError, DistNetworkError
+from ..base.addresses import format_address, spelled
+from ..base.errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import (
     ENDED,
@@ -32,7 +32,7 @@ from ..session.identity import (
     read_enter_reply,
     with_store,
 )
-from ..values import unpack
+from ..wire.values import unpack
 from . import requests
 from .interfaces import global_addresses
 from .server_url import ServerUrl, parse_server_url

@@ -13,12 +13,12 @@ import select
 import time
 from typing import Final
 
-from ..addresses import format_address
-from ..deadline import Deadline
-from ..errors import DistNetworkError, ProtocolError, reason_of
+from ..base.addresses import format_address
+from ..base.deadline import Deadline
+from ..base.errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import ClientSession
 from ..session.identity import read_identity
-from ..values import unpack
+from ..wire.values import unpack
 from . import requests
 from .connect import NO_SIGPIPE, Attempt, check_hello, open_blocking
 from .server_url import ServerUrl

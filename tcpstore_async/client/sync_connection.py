@@ -22,13 +22,13 @@ from itertools import chain, compress, filterfalse, repeat
 from operator import not_
 from typing import Final
 
-from ..deadline import Deadline
-from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
+from ..base.deadline import Deadline
+from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
+from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
-from ..session.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
-from ..values import unpack
 from ..wire.commands import BY_METHOD
+from ..wire.values import unpack
 from . import requests
 from .requests import Request
 

@@ -27,8 +27,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from ..errors import AccessDeniedError, DistNetworkError
-from ..secret_files import TlsFiles, load_certificates
+from ..auth.secret_files import TlsFiles, load_certificates
+from ..base.errors import AccessDeniedError, DistNetworkError
 from ..session.tls import TlsError, TlsStream
 from . import background
 from .tls_settings import CERT, KEY

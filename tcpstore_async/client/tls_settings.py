@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from ..secret_files import TlsFiles
+from ..auth.secret_files import TlsFiles
 from .server_url import ServerUrl
 
 ENABLE: Final = "TCPSTORE_TLS"

@@ -1,6 +1,6 @@
 """What an admin socket has replied: the sessions, keys and barriers of a server at one time.
 
-Knows the format (`server/admin.py`, `session/inspection.py`). Must not know sockets, nor what follows from the facts.
+Knows the format (`server/admin.py`, `observe/inspection.py`). Must not know sockets, nor what follows from the facts.
 """
 
 import gc
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ..similar_keys import Family, family_of
+from ..observe.similar_keys import Family, family_of
 from .lines import Line, decode_reply
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import DistStoreError, ProtocolError
+from ..base.errors import DistStoreError, ProtocolError
 
 
 class Line(msgspec.Struct):

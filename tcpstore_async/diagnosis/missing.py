@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..keys import describe_wait
-from ..similar_keys import Family, family_of, number_after
+from ..base.keys import describe_wait
+from ..observe.similar_keys import Family, family_of, number_after
 from .facts import Facts, Group, Members, Session, Wait
 from .patterns import (
     JOIN_COUNTER,

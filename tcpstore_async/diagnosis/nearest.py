@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from ..addresses import format_address
-from ..similar_keys import COMPARISONS, Search
+from ..base.addresses import format_address
+from ..observe.similar_keys import COMPARISONS, Search
 from .facts import Facts, Key
 from .missing import Awaited
 from .ranks import Ranks

@@ -6,9 +6,9 @@ Knows how PyTorch, gloo and NCCL name keys, in their stored form. Must not know 
 import re
 from typing import Final
 
-from ..keys import BARRIER_LAST, BARRIER_MEMBERS
-from ..session.history import COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
-from ..similar_keys import Family
+from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
+from ..observe.history import COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
+from ..observe.similar_keys import Family
 from ..wire.commands import WORKERS_KEY
 
 JOIN_COUNTER: Final = WORKERS_KEY.decode()

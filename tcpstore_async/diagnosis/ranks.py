@@ -14,9 +14,9 @@ from typing import Final, cast
 
 import msgspec
 
-from ..addresses import format_address
-from ..errors import counted
-from ..similar_keys import Family
+from ..base.addresses import format_address
+from ..base.errors import counted
+from ..observe.similar_keys import Family
 from .facts import Departed, Facts, Members, Process, Session, group_by_process
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
 

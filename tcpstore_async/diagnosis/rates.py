@@ -1,6 +1,6 @@
 """What follows from the counters of a server, and from looking at them twice: rates, quantiles.
 
-Knows the format (`server/admin.py`, `session/statistics.py`). Must not know sockets, nor how anything is printed.
+Knows the format (`server/admin.py`, `observe/statistics.py`). Must not know sockets, nor how anything is printed.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import ProtocolError
+from ..base.errors import ProtocolError
 from .facts import NamedStore, OtherStores
 from .lines import Line, decode_reply
 

@@ -1,6 +1,6 @@
 """Samples of the commands that a server executes, as its admin socket sends them.
 
-Knows the format (`session/monitor.py`). Must not know sockets, nor how anything is printed.
+Knows the format (`observe/monitor.py`). Must not know sockets, nor how anything is printed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from ..addresses import format_address
-from ..errors import ProtocolError
-from ..limits import Limits
+from ..base.addresses import format_address
+from ..base.errors import ProtocolError
+from ..base.limits import Limits
+from ..links.link_client import ClientLink, Stream
 from ..server.accepting import Acceptor
 from ..server.audit import AuditLog
 from ..server.listen_socket import reserve_connections
 from ..server.peer_user import PeerUsers, UnknownOwnerError
 from ..server.poller import READ, WRITE, WatchWith, make_poller
 from ..server.rate_limited_log import RateLimitedLog
-from ..session.link_client import ClientLink, Stream
 from .entering import Entry
 
 _read: Final = os.read

@@ -8,11 +8,11 @@ Invariant: nothing that a rank sends reaches the server before the rank is in th
 
 from typing import Final
 
+from ..base.errors import ProtocolError
 from ..client.store_name import StoreName
-from ..errors import ProtocolError
 from ..session.identity import ENTERED, read_enter_reply
-from ..values import PREFIX
 from ..wire.commands import BY_METHOD, MAGIC
+from ..wire.values import PREFIX
 
 _MOST_REPLY: Final = 64 * 1024
 

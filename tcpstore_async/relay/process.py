@@ -15,10 +15,9 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
-from ..client.credentials import TOKEN, TOKEN_FILE
+from ..auth.secret_files import TOKEN, TOKEN_FILE, TlsFiles
+from ..base.errors import DistNetworkError
 from ..client.tls_settings import CA, CERT, KEY
-from ..errors import DistNetworkError
-from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork
 
 _START_SECONDS: Final = 60.0

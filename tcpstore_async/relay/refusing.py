@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..addresses import format_address
-from ..errors import PeerError
-from ..limits import Limits
+from ..base.addresses import format_address
+from ..base.errors import PeerError
+from ..base.limits import Limits
+from ..base.version import VERSION
 from ..session.identity import Identity, encode_identity
 from ..session.server import ALL, Engine, ServerSession
-from ..version import VERSION
 from ..wire.commands import EXTENSION
 
 SECONDS: Final = 10.0

@@ -14,19 +14,19 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import Final
 
-from ..addresses import format_address, is_loopback
+from ..auth.secret_files import TlsFiles
+from ..base.addresses import format_address, is_loopback
+from ..base.errors import AccessDeniedError, DistNetworkError, counted
 from ..client.credentials import find_token
 from ..client.store_name import this_network
 from ..client.tls import ClientTls
-from ..errors import AccessDeniedError, DistNetworkError, counted
-from ..secret_files import TlsFiles
+from ..links.link_client import ClientLink
 from ..server.fork_safety import close_on_fork, closed_in_children
 from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
 from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
 from ..server.systemd import activated_fd, supervised
 from ..serving import drain_when_told, tune_gc, watch_signals
-from ..session.link_client import ClientLink
 from .core import Relay
 from .describing import describer
 from .entering import Entry

@@ -17,20 +17,20 @@ from functools import partial
 from struct import Struct
 from typing import Final
 
-from ..addresses import format_address
+from ..base.addresses import format_address
+from ..base.deadline import backoff
+from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..client import requests
 from ..client.connect import leaves_host, open_connection
 from ..client.credentials import warn_of_clear_text
-from ..client.forwarding import ForwardedConnection
 from ..client.requests import Request
 from ..client.tls import ClientTls, TlsFailed, tls_required
-from ..deadline import backoff
-from ..errors import AccessDeniedError, ProtocolError, counted
+from ..links.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
-from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.tls import is_mismatch
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
+from .forwarding import ForwardedConnection
 from .refusing import Refusal, RefusedConnection
 
 _ATTEMPT_SECONDS: Final = 10.0

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from ..addresses import format_address, unmapped
+from ..base.addresses import format_address, unmapped
 from .listen_socket import CONNECTION_ERRORS
 
 _ACCEPTS_PER_TURN: Final = 128

@@ -6,7 +6,7 @@ works when the server has as many connections as it can hold. Nothing here chang
 is to be dropped. What each process asks for is a line of the audit log.
 
 A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`, the reply some lines of JSON: what
-is known of the server, portions of what was asked for (`session/inspection.py`), and `{"end": true}`. `{"error": "…"}`
+is known of the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`. `{"error": "…"}`
 ends it early. `"store": "…"` asks for what is in the store of that name; without it, sessions, counters and samples are
 those of all stores, and keys and barriers those of the store without a name. `"drop": "…"` ends the store of that name
 first.
@@ -25,14 +25,14 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import DistNetworkError
-from ..session.history import MOST_BYTES, History
+from ..base.errors import DistNetworkError
+from ..base.version import VERSION
+from ..observe.history import MOST_BYTES, History
+from ..observe.inspection import Inspection
+from ..observe.monitor import Monitor
+from ..observe.statistics import Statistics
 from ..session.identity import build
-from ..session.inspection import Inspection
-from ..session.monitor import Monitor
 from ..session.named_stores import NamedStore
-from ..session.statistics import Statistics
-from ..version import VERSION
 from . import admin_path
 from .base import Server
 from .fork_safety import close_on_fork

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ..errors import DistNetworkError
+from ..base.errors import DistNetworkError
 
 _MOST_BYTES: Final = 107
 """Of the path of a socket, on Linux; a little more than elsewhere."""

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 BACKENDS: Final = ("uv", "threaded")
 DEFAULT_BACKEND: Final = "uv"
 
-DEFAULT_GRACE: Final = 10.0
-"""Seconds that connections get to end once the server is to stop."""
-
-LINK_GRACE: Final = 30.0
-"""Seconds for which the sessions of a link are kept when its connection breaks."""
-
 START_TIMEOUT: Final = 60.0
 """Seconds that a caller with a timeout of 0 waits for its server to start, which usually takes 0.1."""
 

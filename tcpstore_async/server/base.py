@@ -18,19 +18,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from ..access import Access
-from ..addresses import format_address
-from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
-from ..limits import Limits
-from ..mypyc_shim import mypyc_attr
+from ..auth.access import Access
+from ..base.addresses import format_address
+from ..base.errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
+from ..base.limits import DEFAULT_GRACE, LINK_GRACE, Limits
+from ..base.mypyc_shim import mypyc_attr
+from ..links.link_registry import LinkRegistry
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
-from ..session.link_registry import LinkRegistry
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.server import Engine, ServerSession, Transport, latecomers
 from ..session.tls import TlsError
 from .audit import AuditLog
-from .backends import DEFAULT_GRACE, LINK_GRACE
 from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes

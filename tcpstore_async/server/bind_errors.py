@@ -10,8 +10,8 @@ import socket
 from collections.abc import Collection
 from typing import Final
 
-from ..addresses import format_address
-from ..errors import DistError, DistNetworkError, DistStoreError
+from ..base.addresses import format_address
+from ..base.errors import DistError, DistNetworkError, DistStoreError
 from .port_holder import holder_of
 
 Tried = list[tuple[int, str, OSError]]

@@ -13,9 +13,9 @@ import socket
 import threading
 from concurrent.futures import Future
 
-from ..limits import Limits
-from ..locks import RLock
-from ..tokens import HostTokens
+from ..auth.tokens import HostTokens
+from ..base.limits import Limits
+from ..base.locks import RLock
 from .admin import admin_socket
 from .backends import server_class
 from .base import Server

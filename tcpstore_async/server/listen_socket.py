@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ..addresses import format_address, is_loopback
-from ..errors import DistNetworkError, counted
+from ..base.addresses import format_address, is_loopback
+from ..base.errors import DistNetworkError, counted
 from .port_holder import by_holder
 
 BACKLOG: Final = 65_535

@@ -15,10 +15,10 @@ import warnings
 import weakref
 from typing import Final, Protocol
 
-from ..errors import AccessDeniedError, DistNetworkError, DistStoreError, counted
-from ..locks import RLock
-from ..secret_files import TlsFiles
-from ..tokens import HostTokens
+from ..auth.secret_files import TlsFiles
+from ..auth.tokens import HostTokens
+from ..base.errors import AccessDeniedError, DistNetworkError, DistStoreError, counted
+from ..base.locks import RLock
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
 from .bind_errors import Tried, UvErrors, errors_of
 from .fork_safety import close_on_fork

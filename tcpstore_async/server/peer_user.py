@@ -16,7 +16,7 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import DistNetworkError
+from ..base.errors import DistNetworkError
 from .fork_safety import close_on_fork
 
 _NETLINK_SOCK_DIAG: Final = 4

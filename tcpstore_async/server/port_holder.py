@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..addresses import format_address
+from ..base.addresses import format_address
 
 PROC: Final = Path("/proc")
 

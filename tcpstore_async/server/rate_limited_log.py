@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..errors import counted
+from ..base.errors import counted
 
 _FIRST_SECONDS: Final = 1.0
 _MOST_SECONDS: Final = 60.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from ..tokens import SharedTokens, TokenFiles
+from ..auth.tokens import SharedTokens, TokenFiles
 from .base import Server
 
 LOOK_SECONDS: Final = 2.0

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ..errors import DistNetworkError
+from ..base.errors import DistNetworkError
 
 _FIRST_FD: Final = 3
 """The first descriptor that is handed over, as sd_listen_fds(3) has it."""

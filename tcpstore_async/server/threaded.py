@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..errors import PeerError
-from ..limits import Limits
+from ..base.errors import PeerError
+from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore
 from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES
-from ..values import Framed, length
+from ..wire.values import Framed, length
 from . import base
 from .listen_socket import CONNECTION_ERRORS, free_large_memory
 from .threads import FairLock, Worker

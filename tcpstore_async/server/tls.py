@@ -14,8 +14,8 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import DistNetworkError, ProtocolError
-from ..secret_files import TlsFiles, load_certificates
+from ..auth.secret_files import TlsFiles, load_certificates
+from ..base.errors import DistNetworkError, ProtocolError
 from ..session.server import Transport
 from ..session.tls import TlsStream
 

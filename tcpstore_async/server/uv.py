@@ -15,13 +15,13 @@ from collections import deque
 from functools import partial
 from typing import Any, Final
 
-from ..errors import PeerError
-from ..limits import Limits
+from ..base.errors import PeerError
+from ..base.limits import Limits
 from ..session.named_stores import NamedStore
 from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES, first_bytes
-from ..values import Framed, length
+from ..wire.values import Framed, length
 from . import base
 from .accepting import Acceptor
 from .poller import READ, WRITE, WatchWith, make_poller

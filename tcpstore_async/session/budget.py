@@ -18,11 +18,11 @@ store is what the store grew by during its commands; when the store shrinks, all
 from collections.abc import Callable
 from typing import Final
 
-from ..errors import BudgetError
-from ..incremental import KeyListing
-from ..keyspace import Keyspace
-from ..waiter_types import SharedWait, Waiter
-from .unsent import CHUNK, Pin, Unsent
+from ..base.errors import BudgetError
+from ..keyspace.incremental import KeyListing
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import SharedWait, Waiter
+from .unsent import CHUNK, Pins, Unsent
 
 SESSION_BYTES: Final = 1024
 """Bytes counted for one idle connection of the event-driven server."""
@@ -76,11 +76,12 @@ class Holder(Waiter):
         raise NotImplementedError
 
 
-class Budget:
+class Budget(Pins):
     """Counts what all peers of one server make it hold, and evicts the largest holder when that is too much."""
 
     def __init__(self, limit: int, share: StoreShare, session_bytes: int = SESSION_BYTES) -> None:
         """`share` is the store that is never removed."""
+        super().__init__()
         self.limit = limit
         self.session_bytes = session_bytes
         """Bytes counted for one connection of this kind of server."""
@@ -90,15 +91,11 @@ class Budget:
         self.keyspace = share.keyspace
         """Its keyspace."""
         self.others: int = 0
-        """Bytes counted for everything but the active store."""
+        """Bytes counted for everything but the active store, pinned pieces included."""
         self.lists: int = 0
         """Of these, bytes of lists of keys: see `KeyListCache`."""
         self.unfinished: int = 0
         """Of these, bytes of incomplete requests."""
-        self.orphaned: int = 0
-        """Of these, bytes of pinned pieces that count for no queue in particular."""
-        self.pins: dict[int, Pin] = {}
-        """By the identity of the piece."""
         self.holders: dict[Holder, bool] = {}
         self.seen: int = 0
         """The size of the active store when `attribute` last ran."""

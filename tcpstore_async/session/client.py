@@ -11,11 +11,11 @@ step. After a ProtocolError, drop the session.
 from collections import deque
 from typing import Any, Final
 
-from ..access import Access
-from ..errors import AccessDeniedError, ProtocolError, counted
-from ..values import ABSENT, PREFIX
+from ..auth.access import Access
+from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, VALUES, WAIT_CANCELED, Fields, PartialReply
 from ..wire.commands import BY_METHOD, MAGIC, Command
+from ..wire.values import ABSENT, PREFIX
 from .identity import Identity
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"

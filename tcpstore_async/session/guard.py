@@ -9,18 +9,18 @@ Invariant: a command that is refused has changed nothing. A session without a gu
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
-from ..access import Access, show
-from ..accounts import Account, Usage
-from ..errors import NotAllowedError
-from ..keyspace import Keyspace
-from ..values import Framed
-from ..waiter_types import KeyList
+from ..auth.access import Access, show
+from ..base.errors import NotAllowedError
+from ..keyspace.accounts import Account, Usage
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import KeyList
 from ..wire.codecs import Fields, Handler
 from ..wire.commands import SERVER_KEY, Command
+from ..wire.values import Framed
 
 if TYPE_CHECKING:
+    from ..links.single_link import SingleLink
     from .server import ServerSession
-    from .single_link import SingleLink
 
 _GET: Final = "get"
 

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
-from .. import values
-from ..access import Access
-from ..errors import AccessDeniedError, ProtocolError
-from ..version import VERSION
+from ..auth.access import Access
+from ..base.errors import AccessDeniedError, ProtocolError
+from ..base.version import VERSION
+from ..wire import values
 from ..wire.commands import BY_METHOD, EXTENSION
 
 LINKS: Final = BY_METHOD["link"].since

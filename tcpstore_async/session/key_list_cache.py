@@ -11,11 +11,11 @@ lists of all stores never count more than `capacity`, and one with which an inco
 
 from typing import Any, Final
 
-from ..keyspace import Keyspace
-from ..limits import MIB, Limits
-from ..values import PREFIX
-from ..waiter_types import KeyList
+from ..base.limits import MIB, Limits
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import KeyList
 from ..wire.codecs import KEY, CountedList, Handler, PartialList, PartialRequest, alone, key_stop, take_keys
+from ..wire.values import PREFIX
 from .budget import Budget
 
 FEWEST: Final = 4

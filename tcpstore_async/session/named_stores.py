@@ -19,15 +19,15 @@ from typing import Any, Final
 
 import msgspec
 
-from ..accounts import Account
-from ..addresses import spelled
-from ..errors import NotAllowedError, PeerError, ProtocolError
-from ..incremental import DeferredWork, FreeDict, IncrementalCommand
-from ..values import Framed, pack, unpack
-from ..waiter_types import AWAITING_STORE, IDLE
+from ..base.addresses import spelled
+from ..base.errors import NotAllowedError, PeerError, ProtocolError
+from ..keyspace.accounts import Account
+from ..keyspace.incremental import DeferredWork, FreeDict, IncrementalCommand
+from ..keyspace.waiter_types import AWAITING_STORE, IDLE
+from ..observe.history import NEVER
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
+from ..wire.values import Framed, pack, unpack
 from .guard import TokenUsage
-from .history import NEVER
 from .identity import (
     CLOSED,
     ENDED,

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
-from ..access import Access
-from ..accounts import Account
-from ..addresses import format_address, is_loopback
-from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
-from ..incremental import (
+from ..auth.access import Access
+from ..base.addresses import format_address, is_loopback
+from ..base.errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
+from ..base.limits import Limits
+from ..base.mypyc_shim import mypyc_attr
+from ..keyspace.accounts import Account
+from ..keyspace.incremental import (
     DeferredWork,
     IncrementalCommand,
     KeyListing,
@@ -25,11 +27,10 @@ from ..incremental import (
     ReplyInPieces,
     Value,
 )
-from ..keyspace import Keyspace
-from ..limits import Limits
-from ..mypyc_shim import mypyc_attr
-from ..values import PREFIX, Framed, length, pack, unpack
-from ..waiter_types import Handoff
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import Handoff
+from ..observe.history import NEVER, History
+from ..observe.missing import Questions
 from ..wire.codecs import (
     COUNTED_KEYS,
     KEYS,
@@ -41,9 +42,9 @@ from ..wire.codecs import (
     encode_popped,
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command
+from ..wire.values import PREFIX, Framed, length, pack, unpack
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
 from .guard import Guard, TokenUsage, authentication_required
-from .history import NEVER, History
 from .identity import (
     CERTIFICATE,
     CROWDED,
@@ -57,14 +58,13 @@ from .identity import (
     with_requirement,
 )
 from .key_list_cache import KeyListCache, SharedKeys
-from .missing import Questions
 from .tls import HANDSHAKE, MISMATCH
 from .unsent import Unsent
 
 if TYPE_CHECKING:
-    from .monitor import Monitor
+    from ..links.single_link import SingleLink
+    from ..observe.monitor import Monitor
     from .named_stores import NamedStore, NamedStores
-    from .single_link import SingleLink
 
 NO_PID: Final = -1
 
@@ -1195,7 +1195,7 @@ class ServerSession(Holder):
         return self.engine.keyspace.join(self, key, unpack(token))
 
     def missing(self, items: list[tuple[bytes, Framed]]) -> Framed | None:
-        """Report which keys are missing, and what is most like them; see `session/missing.py`."""
+        """Report which keys are missing, and what is most like them; see `observe/missing.py`."""
         engine = self.engine
         questions = engine.questions
         if questions is None:
@@ -1240,7 +1240,7 @@ class ServerSession(Holder):
             store.came_back(self)
 
     def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
-        """Make the connection a link; see `session/link_registry.py`."""
+        """Make the connection a link; see `links/link_registry.py`."""
         open_link = self.engine.open_link
         if open_link is None:
             raise ProtocolError("LINK sent to a server that does not support links")

@@ -13,7 +13,7 @@ cannot see it. The end of the connection counts as the end of the stream, with o
 import ssl
 from typing import Any, Final
 
-from ..errors import ProtocolError
+from ..base.errors import ProtocolError
 
 HANDSHAKE: Final = 0x16
 """The first byte that a TLS client sends; that of every other peer is the opcode of VALIDATE."""

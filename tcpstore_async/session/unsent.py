@@ -9,12 +9,9 @@ Invariant: the bytes leave in the order in which they were added, and everything
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ..values import Framed
-
-if TYPE_CHECKING:
-    from .budget import Budget
+from ..wire.values import Framed
 
 _UNSENT_BYTES: Final = 1024
 """Bytes counted for the queue of one peer's unsent replies; an empty deque has 760."""
@@ -45,10 +42,24 @@ class Pin:
         """The queue for which it counts; None once that has released it while others have not."""
 
 
+class Pins:
+    """The pinned pieces of all peers, and what counts them. The base class of `Budget`."""
+
+    def __init__(self) -> None:
+        self.pins: dict[int, Pin] = {}
+        """By the identity of the piece."""
+        self.orphaned: int = 0
+        """Bytes of pinned pieces that count for no queue in particular."""
+
+    def charge(self, amount: int) -> None:
+        """Count so many bytes more, or less."""
+        raise NotImplementedError
+
+
 class Unsent:
     """The replies to one peer that the kernel has not accepted, in order."""
 
-    def __init__(self, budget: "Budget") -> None:
+    def __init__(self, budget: Pins) -> None:
         self.budget = budget
         self.pieces: deque[Framed] = deque()
         self.taken: int = 0

@@ -16,15 +16,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
+from ..base.deadline import Deadline
+from ..base.errors import DistError, ProtocolError, StoreTimeoutError, counted
+from ..base.keys import stored_key
 from ..client import capabilities, requests
 from ..client.pool import TCPClient
 from ..client.requests import Request
-from ..deadline import Deadline
-from ..errors import DistError, ProtocolError, StoreTimeoutError, counted
-from ..keys import stored_key
-from ..rounds import CLOSED, FORMED, PARTICIPANT, REDUNDANT
-from ..values import PREFIX, Framed
+from ..keyspace.agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
+from ..keyspace.rounds import CLOSED, FORMED, PARTICIPANT, REDUNDANT
+from ..wire.values import PREFIX, Framed
 from .tcp import TCPStore
 
 _ANSWER: Final = Struct("<3q")

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from ..locks import RLock
+from ..base.locks import RLock
 from ..session.identity import build
 
 _Result = TypeVar("_Result")

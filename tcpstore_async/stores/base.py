@@ -9,10 +9,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
+from ..base.coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
+from ..base.deadline import DEFAULT_TIMEOUT, Deadline
+from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
 from ..client.methods import SyncMethods
-from ..coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
-from ..deadline import DEFAULT_TIMEOUT, Deadline
-from ..keys import BARRIER_LAST, BARRIER_MEMBERS
 
 Self = TypeVar("Self", bound="Store")
 

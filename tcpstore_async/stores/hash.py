@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from ..coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
-from ..deadline import Deadline
-from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
-from ..keys import decode_keys, wait_timeout_message
-from ..keyspace import Keyspace
-from ..limits import Limits
-from ..values import Framed, pack, unpack
-from ..waiter_types import CallbackWaiter
+from ..base.coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..base.deadline import Deadline
+from ..base.errors import ProtocolError, QueueEmptyError, StoreTimeoutError
+from ..base.keys import decode_keys, wait_timeout_message
+from ..base.limits import Limits
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import CallbackWaiter
+from ..wire.values import Framed, pack, unpack
 from .atomic import LOCK, atomically, release_after_fork
 from .base import Store
 

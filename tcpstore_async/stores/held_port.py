@@ -17,8 +17,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Final
 
+from ..base.errors import reason_of
 from ..client import background
-from ..errors import reason_of
 from ..server.fork_safety import close_on_fork
 
 log = logging.getLogger("tcpstore_async.stores")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, ParamSpec, TypeVar
 
+from ..base.coercion import Text, Timeout, to_bytes, to_bytes_list
+from ..base.deadline import Deadline
+from ..base.keys import decode_keys
 from ..client.methods import Method
-from ..coercion import Text, Timeout, to_bytes, to_bytes_list
-from ..deadline import Deadline
-from ..keys import decode_keys
 from .base import Store
 
 P = ParamSpec("P")

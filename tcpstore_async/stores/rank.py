@@ -12,12 +12,12 @@ import os
 import time
 from typing import Final
 
+from ..base.deadline import Deadline, backoff
+from ..base.errors import DistNetworkError, StoreTimeoutError
 from ..client import requests
 from ..client.pool import TCPClient
-from ..deadline import Deadline, backoff
-from ..errors import DistNetworkError, StoreTimeoutError
-from ..values import unpack
 from ..wire.commands import JOINS_KEY
+from ..wire.values import unpack
 
 log = logging.getLogger("tcpstore_async.stores")
 

@@ -18,11 +18,27 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ..addresses import unbracketed
+from ..auth.secret_files import TOKEN, TOKEN_FILE, TlsFiles
+from ..auth.tokens import HostTokens, read_keys
+from ..base.addresses import unbracketed
+from ..base.coercion import (
+    Text,
+    Timeout,
+    call_seconds,
+    in_milliseconds,
+    to_bool,
+    to_host,
+    to_int64,
+    to_port,
+    to_world_size,
+)
+from ..base.deadline import DEFAULT_TIMEOUT, Deadline
+from ..base.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
+from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
 from ..client.connect import always
-from ..client.credentials import TOKEN, TOKEN_FILE, find_token
+from ..client.credentials import find_token
 from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..client.server_url import ServerUrl
@@ -36,16 +52,10 @@ from ..client.store_name import (
 )
 from ..client.tls import ClientTls
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
-from ..coercion import Text, Timeout, call_seconds, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
-from ..deadline import DEFAULT_TIMEOUT, Deadline
-from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
-from ..keys import caller_keys, decode_keys, stored_key, stored_keys
-from ..secret_files import TlsFiles
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.server import ALL, REMOTE
-from ..tokens import HostTokens, read_keys
-from ..values import unpack
 from ..wire.commands import WORKERS_KEY
+from ..wire.values import unpack
 from .base import Store
 from .held_port import HeldPort, hold
 from .own_address import OwnAddress

@@ -15,20 +15,20 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..addresses import format_address
+from ..base.addresses import format_address
+from ..base.coercion import Timeout, to_seconds
+from ..base.deadline import Deadline
+from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError
 from ..client.brief_join import BriefJoin
 from ..client.credentials import find_token
-from ..client.named_ports import listen, open_port
 from ..client.pool import TCPClient
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
 from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
-from ..coercion import Timeout, to_seconds
-from ..deadline import Deadline
-from ..errors import AccessDeniedError, DistNetworkError, ProtocolError
-from ..rendezvous_url import Place
+from ..relay.named_ports import listen, open_port
 from ..stores.rank import Rank, new_token
+from ..stores.rendezvous_url import Place
 from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from .. import errors
+from ..base import errors
 
 
 class DistError(errors.DistError, dist.DistError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..gloo_switches import BATCHED, LARGE, LAZY, SHORT, is_batched, is_lazy, requests
+from ..base.gloo_switches import BATCHED, LARGE, LAZY, SHORT, is_batched, is_lazy, requests
 from .monkeypatch import Monkeypatch
 
 log = logging.getLogger("tcpstore_async.torch")

@@ -14,10 +14,10 @@ from typing import Any, Final, cast
 
 import torch.distributed as dist
 
-from .. import errors
-from .. import rendezvous_url as plain
-from ..coercion import Timeout, in_milliseconds, to_seconds
+from ..base import errors
+from ..base.coercion import Timeout, in_milliseconds, to_seconds
 from ..server.master import NoServerError
+from ..stores import rendezvous_url as plain
 from ..stores import tcp
 from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
 from .cpp_client import for_ourselves, open_native

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..locks import RLock
+from ..base.locks import RLock
 from . import native_server
 from .monkeypatch import Monkeypatch
 

@@ -41,22 +41,22 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from .. import errors
-from ..addresses import format_address
+from ..base import errors
+from ..base.addresses import format_address
+from ..base.coercion import to_seconds
+from ..base.deadline import Deadline
 from ..client.connect import connect_blocking
 from ..client.credentials import find_token
-from ..client.named_ports import LastingPort
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
 from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
-from ..coercion import to_seconds
-from ..deadline import Deadline
+from ..relay.named_ports import LastingPort
 from ..relay.process import RelayProcess
-from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, how_ended, is_closed
 from ..stores.late_agent import describe_end, own_origin, why_late
+from ..stores.rendezvous_url import ROUND_VARIABLE
 from ..stores.tcp import TOKEN_KEYS
 from ..stores.tcp import TCPStore as PlainTCPStore
 from .stores import PrefixStore, Store, TCPStore, host_for_others

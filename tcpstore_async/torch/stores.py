@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import errors
+from ..base import errors
+from ..base.coercion import Text, Timeout, to_seconds
+from ..base.deadline import DEFAULT_TIMEOUT, Deadline
 from ..client.store_name import StoreTakenError, name_of
-from ..coercion import Text, Timeout, to_seconds
-from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..server.master import NoServerError
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix

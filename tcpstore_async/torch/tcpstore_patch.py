@@ -12,10 +12,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from .. import errors
-from ..addresses import unbracketed
+from ..base import errors
+from ..base.addresses import unbracketed
+from ..base.coercion import to_host, to_int64, to_port, to_seconds, to_world_size
 from ..client.store_name import StoreTakenError, find_server
-from ..coercion import to_host, to_int64, to_port, to_seconds, to_world_size
 from ..server.master import NoServerError
 from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves

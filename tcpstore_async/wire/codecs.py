@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from librt.strings import read_i64_le
 
-from ..errors import LimitError, ProtocolError
-from ..limits import Limits
-from ..values import ABSENT, PREFIX, Framed, pack
+from ..base.errors import LimitError, ProtocolError
+from ..base.limits import Limits
 from .receive_buffer import resize_uninitialized
+from .values import ABSENT, PREFIX, Framed, pack
 
 Fields = tuple[Any, ...]
 Handler = Callable[..., Any]

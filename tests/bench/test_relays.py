@@ -12,7 +12,7 @@ from bench import processes, relays
 from bench.scale.scenarios import SCENARIOS
 from bench.scale.servers import RANKS_PER_RELAY, Connection, Host, Impossible, Point, hosting, relayed
 from support import LIMIT
-from tcpstore_async.load.scripts import hello
+from tcpstore_async.tools.load.scripts import hello
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from bench.scale.runner import ActiveSeries, Plan, Runner, _in_order
 from bench.scale.scenarios import SCENARIOS, SECONDS, Scenario
 from bench.scale.servers import Died, Measured, Point, hosting
 from support import LIMIT
-from tcpstore_async.load.generator import Late, LoadError
+from tcpstore_async.tools.load.generator import Late, LoadError
 
 NAME = "thundering-herd"
 

@@ -31,9 +31,9 @@ from bench.scale.servers import (
 )
 from bench_factories import samples
 from support import LIMIT, free_port
-from tcpstore_async.load.generator import Late, Unreachable
-from tcpstore_async.load.scripts import encode_request, hello, join, make_step
-from tcpstore_async.load.workers import ClosedLoop, worker_pool
+from tcpstore_async.tools.load.generator import Late, Unreachable
+from tcpstore_async.tools.load.scripts import encode_request, hello, join, make_step
+from tcpstore_async.tools.load.workers import ClosedLoop, worker_pool
 
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from bench import security
-from tcpstore_async.tokens import TokenKeys
+from tcpstore_async.auth.tokens import TokenKeys
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="the program openssl makes the certificate")

@@ -14,9 +14,9 @@ from bench.scale.runner import Plan
 from bench.scale.servers import Connection, command_of, has_torch, hosting, reference_of
 from faults.fault_helpers import Watch
 from support import LIMIT
-from tcpstore_async.load.generator import Late, Unreachable
-from tcpstore_async.load.scripts import join
-from tcpstore_async.load.workers import ClosedLoop, worker_pool
+from tcpstore_async.tools.load.generator import Late, Unreachable
+from tcpstore_async.tools.load.scripts import join
+from tcpstore_async.tools.load.workers import ClosedLoop, worker_pool
 
 with_torch = pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
 

@@ -15,8 +15,8 @@ from bench.scale.scenarios import start
 from bench.scale.servers import Host, Impossible, Point, hosting, load_cores
 from bench.scale.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, playing, traffic
 from support import LIMIT
-from tcpstore_async.limits import MIB, Limits
-from tcpstore_async.load.generator import LoadError
+from tcpstore_async.base.limits import MIB, Limits
+from tcpstore_async.tools.load.generator import LoadError
 from tcpstore_async.wire.commands import BY_OPCODE
 
 GROUPS = (Group(2, 4, "nccl2"), Group(1, 130, "nccl"), Group(2, 3, "gloo"))

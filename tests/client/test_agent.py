@@ -14,7 +14,7 @@ import pytest
 from client.test_sync import until
 from support import LIMIT, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
-from tcpstore_async.agents import DESCRIBE, LEAVE, LOOK
+from tcpstore_async.keyspace.agents import DESCRIBE, LEAVE, LOOK
 from tcpstore_async.stores import agent as stores_agent
 from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, how_ended, is_closed, joining
 

@@ -15,7 +15,7 @@ import pytest
 from client.fakes import proxy_to
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
-from tcpstore_async.coercion import to_seconds
+from tcpstore_async.base.coercion import to_seconds
 
 
 class Index:

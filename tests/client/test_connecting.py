@@ -21,8 +21,8 @@ import pytest
 from client.fakes import STOCK, exactly, fake_server, greet
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client.connect import _Tries
-from tcpstore_async.deadline import Deadline
 
 MARGIN = 5.0
 """Seconds over the deadline that a busy machine may take; usually it is some milliseconds, which `-s` shows."""

@@ -13,9 +13,9 @@ import pytest
 from client.fakes import freezable
 from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import StoreTimeoutError, TCPStore
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import explanation
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.deadline import Deadline
 from tcpstore_async.stores.tcp import _wait_for_workers
 from versions import needs
 

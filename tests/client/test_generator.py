@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT, server_of
-from tcpstore_async.load.generator import Clock, Generator, LoadError, Unreachable, waited
-from tcpstore_async.load.scripts import PONG, encode_request, hello, join, make_step
-from tcpstore_async.load.workers import ClosedLoop, busy, worker_pool
+from tcpstore_async.tools.load.generator import Clock, Generator, LoadError, Unreachable, waited
+from tcpstore_async.tools.load.scripts import PONG, encode_request, hello, join, make_step
+from tcpstore_async.tools.load.workers import ClosedLoop, busy, worker_pool
 
 
 def test_waiting_for_a_core_counts_as_busy() -> None:

@@ -23,15 +23,15 @@ from client.test_pops import Link
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.client import requests
 from tcpstore_async.client.brief_join import BriefJoin
 from tcpstore_async.client.pool import TCPClient
-from tcpstore_async.deadline import Deadline
-from tcpstore_async.errors import ProtocolError
 from tcpstore_async.server.master import host
 from tcpstore_async.stores.rank import Rank
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import JOINS_KEY
+from tcpstore_async.wire.values import pack
 
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'

@@ -26,11 +26,11 @@ from client.fakes import fake_server
 from conformance.frames import get, set_, wait
 from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
 from tcpstore_async import TCPStore
+from tcpstore_async.base.errors import QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
-from tcpstore_async.load import replay_limits
-from tcpstore_async.load.recorder import RecordingFile
-from tcpstore_async.load.recording import Connection, Recording, RecordingError, RowEncoder, read_recording
+from tcpstore_async.tools.load import replay_limits
+from tcpstore_async.tools.load.recorder import RecordingFile
+from tcpstore_async.tools.load.recording import Connection, Recording, RecordingError, RowEncoder, read_recording
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
 

@@ -16,9 +16,9 @@ import pytest
 from client.test_sync import until_parked
 from support import HANDSHAKE, LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, TCPStore
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.client import requests
 from tcpstore_async.client.last_byte import describe_silence, seconds_silent
-from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.session.client import LOST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")

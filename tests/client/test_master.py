@@ -19,7 +19,7 @@ import pytest
 from client.test_sync import until
 from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
-from tcpstore_async.deadline import Deadline
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.server.port_holder import PROC, find_holder
 from tcpstore_async.stores import own_address
 

@@ -15,8 +15,8 @@ from client.test_sync import until
 from conformance.frames import set_
 from support import LIMIT, RawPeer
 from tcpstore_async import AccessDeniedError, DistNetworkError, PrefixStore, TCPStore
+from tcpstore_async.auth.tokens import TokenKeys, read_keys
 from tcpstore_async.server.process import child
-from tcpstore_async.tokens import TokenKeys, read_keys
 
 SECRET = "7d1f0c2b9a"
 
@@ -91,10 +91,10 @@ def test_a_server_whose_owner_ends_before_it_passes_its_tokens_does_not_start(mo
     monkeypatch.setattr(child, "_STDIN", reading)
     try:
         with pytest.raises(EOFError, match="exited before it passed on its tokens"):
-            child._read_tokens()
+            child.read_tokens()
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), reading)
-        assert child._read_tokens() is None
+        assert child.read_tokens() is None
     finally:
         os.close(reading)
 

@@ -9,11 +9,11 @@ import pytest
 
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, HashStore, PrefixStore, Store, TCPStore
+from tcpstore_async.base.coercion import Text, to_bytes
+from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client.methods import Call, Method
-from tcpstore_async.coercion import Text, to_bytes
-from tcpstore_async.keys import stored_key
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import pack
 
 
 @Method

@@ -29,8 +29,8 @@ from tcpstore_async import (
     StoreTimeoutError,
     TCPStore,
 )
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE
 
 SHORT = 0.3

@@ -26,16 +26,16 @@ from client.test_sync import until
 from conformance.frames import delete, get, i64, set_
 from support import LIMIT, blob, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import background
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.requests import NO_KEY
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
-from tcpstore_async.deadline import Deadline
+from tcpstore_async.links.single_client import UNANSWERED_BYTES, ClientSingleLink
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.single_client import UNANSWERED_BYTES, ClientSingleLink
 from tcpstore_async.wire.commands import BY_METHOD
 
 _RESET = struct.pack("ii", 1, 0)

@@ -26,14 +26,14 @@ import pytest
 from client.fakes import Fake
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client import background, capabilities, pool, requests, wait_queue
 from tcpstore_async.client.brief_join import BriefJoin
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
-from tcpstore_async.deadline import Deadline
-from tcpstore_async.keys import stored_key
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.serving import build
-from tcpstore_async.session.single_client import ClientSingleLink
 from tls.certificates import certificates
 
 TIMEOUT = 15.0

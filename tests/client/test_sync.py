@@ -24,10 +24,10 @@ import pytest
 from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client import pool, requests
 from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
-from tcpstore_async.deadline import Deadline
-from tcpstore_async.keys import stored_key
 from tcpstore_async.serving import build
 
 

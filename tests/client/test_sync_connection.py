@@ -15,13 +15,13 @@ import pytest
 
 from support import LIMIT, blob
 from tcpstore_async import DistNetworkError
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import resume
 from tcpstore_async.client.sync_connection import SyncConnection
-from tcpstore_async.deadline import Deadline
+from tcpstore_async.links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import pack
 
 GRACE = 30.0
 RESET = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))

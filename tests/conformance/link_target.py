@@ -9,11 +9,11 @@ import random
 
 from conformance.script import Answer
 from conformance.targets import Cut, whole
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.links.link_client import ClientLink, Stream
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.linked_session import LinkedSession
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES

@@ -10,15 +10,15 @@ import random
 from conformance.link_target import serve
 from conformance.script import Answer
 from conformance.targets import Cut, whole
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, Transport
-from tcpstore_async.session.single_client import ClientSingleLink
-from tcpstore_async.values import Framed, length
 from tcpstore_async.wire.commands import BY_METHOD, MAGIC
+from tcpstore_async.wire.values import Framed, length
 
 VALIDATE = BY_METHOD["validate"].prefix + MAGIC.to_bytes(4, "little")
 

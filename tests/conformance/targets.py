@@ -24,8 +24,8 @@ import pytest
 
 from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer, resting
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, ServerSession

@@ -11,7 +11,7 @@ import pytest
 from conformance.cases import own_cases
 from conformance.divergences import MENDED
 from conformance.vectors import libuv_vectors
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = {script.name: script for script in libuv_vectors() + own_cases()}

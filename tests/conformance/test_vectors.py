@@ -34,12 +34,12 @@ from conformance.targets import (
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
 from support import RawPeer, torch_server
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.base.version import VERSION
+from tcpstore_async.observe.history import History
 from tcpstore_async.server.backends import BACKENDS
-from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import build, read_identity
 from tcpstore_async.session.server import Engine
-from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import EXTENSION, JOINS_KEY, SERVER_KEY
 
 VECTORS = libuv_vectors()

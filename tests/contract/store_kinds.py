@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from support import LIMIT, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, Store, TCPStore
-from tcpstore_async.coercion import Text, Timeout
+from tcpstore_async.base.coercion import Text, Timeout
 
 T = TypeVar("T")
 

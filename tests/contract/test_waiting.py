@@ -17,7 +17,7 @@ import pytest
 from contract.store_kinds import Kind, Maker
 from support import LIMIT
 from tcpstore_async import DistStoreError, QueueEmptyError, Store, StoreTimeoutError
-from tcpstore_async.coercion import Timeout
+from tcpstore_async.base.coercion import Timeout
 
 Name = Callable[[str], str]
 

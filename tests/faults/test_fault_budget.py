@@ -17,11 +17,11 @@ import pytest
 from faults.fault_helpers import Watch, until
 from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server
 from tcpstore_async import Limits, serve
+from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import build
-from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.server import ServerSession
 
 MIB = 1 << 20

@@ -25,7 +25,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
-from tcpstore_async.errors import counted
+from tcpstore_async.base.errors import counted
 from tcpstore_async.stores.file import records, reentrant_lock, torn_records
 from tcpstore_async.stores.file import store as file_store
 from torch_forker import Program

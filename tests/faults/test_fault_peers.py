@@ -16,10 +16,10 @@ import pytest
 from faults.fault_helpers import FRAMES, I64, Watch, get, num_keys, number, program, settled, until
 from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
 from tcpstore_async import Limits, serve
+from tcpstore_async.base.limits import DEFAULT_GRACE
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import base
-from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
-from tcpstore_async.session.single_client import ClientSingleLink
 from tcpstore_async.session.tls import MISMATCH
 from tcpstore_async.wire.commands import BY_METHOD
 

@@ -19,28 +19,28 @@ from typing import Any
 
 import msgspec
 
-from tcpstore_async.access import Access
+from tcpstore_async.auth.access import Access
+from tcpstore_async.auth.secret_files import TlsFiles
+from tcpstore_async.auth.tokens import TokenKeys, parse_keys
+from tcpstore_async.base.errors import AccessDeniedError, DistStoreError, PeerError, ProtocolError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import tls as client_tls
-from tcpstore_async.errors import AccessDeniedError, DistStoreError, PeerError, ProtocolError
-from tcpstore_async.limits import Limits
-from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.links.link_client import ClientLink, Stream, read_reply
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import tls as server_tls
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_auth_reply, read_identity
-from tcpstore_async.session.link_client import ClientLink, Stream, read_reply
-from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
-from tcpstore_async.session.single_client import ClientSingleLink
 from tcpstore_async.session.tls import MISMATCH, TlsError, TlsStream
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
-from tcpstore_async.tokens import TokenKeys, parse_keys
-from tcpstore_async.values import ABSENT, pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
+from tcpstore_async.wire.values import ABSENT, pack
 from tls.certificates import certificates
 
 

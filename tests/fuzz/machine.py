@@ -5,12 +5,12 @@ Whatever arrives, a session answers or raises PeerError, and memory stays within
 
 from __future__ import annotations
 
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.keyspace.waiter_types import IDLE
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack
-from tcpstore_async.waiter_types import IDLE
 from tcpstore_async.wire.commands import SERVER_KEY
+from tcpstore_async.wire.values import pack
 
 LIMITS = Limits(
     key_bytes=40,

@@ -12,10 +12,10 @@ import pytest
 from faults.fault_helpers import program, until
 from support import LIMIT, RawPeer, refused, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.client import named_ports
-from tcpstore_async.client.named_ports import LastingPort
+from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.client.server_url import ServerUrl
-from tcpstore_async.tokens import TokenKeys
+from tcpstore_async.relay import named_ports
+from tcpstore_async.relay.named_ports import LastingPort
 
 
 @pytest.fixture(autouse=True)

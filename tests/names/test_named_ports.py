@@ -12,8 +12,8 @@ import pytest
 from relay.test_same_user import needs_root, someone_else, try_it
 from support import LIMIT, RawPeer, Server, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.client.named_ports import _forward, _order, listen, open_port
 from tcpstore_async.client.store_name import find_server
+from tcpstore_async.relay.named_ports import _forward, _order, listen, open_port
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from rich.console import Console
 from commands import run_command
 from support import LIMIT, Server, tcpstore_server
 from tcpstore_async import DistNetworkError, TCPStore
-from tcpstore_async.cli.look import look_at
-from tcpstore_async.cli.top import screen
 from tcpstore_async.diagnosis.rates import between
 from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.tools.look.look import look_at
+from tcpstore_async.tools.look.top import screen
 
 
 @pytest.fixture(params=BACKENDS)

@@ -17,16 +17,24 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from tcpstore_async.agents import ENDED_BYTES, MOST_NAMED
-from tcpstore_async.errors import PeerError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
-from tcpstore_async.rounds import AGENT_BYTES, ROUNDS_BYTES, Agent
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.keyspace.agents import ENDED_BYTES, MOST_NAMED
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.rounds import AGENT_BYTES, ROUNDS_BYTES, Agent
+from tcpstore_async.keyspace.waiter_types import (
+    AWAITING_ITEM,
+    AWAITING_ROUND,
+    AWAITING_VALUE,
+    IDLE,
+    UNKNOWN,
+    SharedWait,
+    Waiter,
+)
+from tcpstore_async.keyspace.waiter_types import Counter as CounterGroup
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import cost, framed, unpack
-from tcpstore_async.waiter_types import AWAITING_ITEM, AWAITING_ROUND, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
-from tcpstore_async.waiter_types import Counter as CounterGroup
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
+from tcpstore_async.wire.values import cost, framed, unpack
 
 from .model import MAGIC, Closed, Model, Peer
 from .rounds_model import Member

@@ -10,14 +10,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tcpstore_async.access import Access
-from tcpstore_async.agents import ENDED_BYTES
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
-from tcpstore_async.rounds import AGENT_BYTES, ROUNDS_BYTES
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
+from tcpstore_async.keyspace.agents import ENDED_BYTES
+from tcpstore_async.keyspace.rounds import AGENT_BYTES, ROUNDS_BYTES
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import CHUNKED_BYTES, COUNTER_SIZE, GROWING_BYTES, PREFIX
+from tcpstore_async.wire.values import CHUNKED_BYTES, COUNTER_SIZE, GROWING_BYTES, PREFIX
 
 from .fleet import AGENTS, HANDSHAKE, STEP_SECONDS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed, Model, Peer

@@ -27,12 +27,12 @@ import random
 import struct
 from collections.abc import Sequence
 
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import GIB, Limits
-from tcpstore_async.session.link import LinkReply
-from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import GIB, Limits
+from tcpstore_async.links.link import LinkReply
+from tcpstore_async.links.link_client import ClientLink, Stream
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from properties.fleet import HANDSHAKE, registrations
-from tcpstore_async.errors import LimitError, PeerError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import LimitError, PeerError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import framed, unpack
+from tcpstore_async.wire.values import framed, unpack
 
 Outcome = tuple[bytes, str]
 """The replies to a peer, and why its connection was closed, if it was."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 
-from tcpstore_async.errors import PeerError
-from tcpstore_async.incremental import (
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.keyspace.incremental import (
     MarkStale,
     ParkOnKeys,
     PostponedCommands,
@@ -20,9 +21,8 @@ from tcpstore_async.incremental import (
     ReadKeys,
     UnparkFirst,
 )
-from tcpstore_async.limits import Limits
+from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
 from tcpstore_async.session.server import Engine
-from tcpstore_async.waiter_types import AWAITING_ITEM
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
 from .model import Closed, Place, framed

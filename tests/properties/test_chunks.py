@@ -11,7 +11,7 @@ from properties.fleet import HANDSHAKE, Command
 from properties.session_driver import NOTHING, cut, everything, feed, feed_as_server, greeted, session_on, take
 from properties.test_fleet import commands
 from support import blob
-from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.session.server import Engine
 from tcpstore_async.wire.codecs import LARGE_VALUE_BYTES
 

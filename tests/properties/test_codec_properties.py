@@ -8,11 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.limits import Limits
-from tcpstore_async.values import ABSENT, pack
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import PartialReply, ReplyCodec, RequestCodec
+from tcpstore_async.wire.values import ABSENT, pack
 
 LIMITS = Limits()
 

@@ -14,10 +14,10 @@ from properties.fleet import OPCODES, Command, random_command
 from properties.session_driver import NOTHING, cut, everything, feed, greeted, measured, take, with_store_of
 from properties.test_fleet import commands
 from support import blob, u64
-from tcpstore_async.errors import BudgetError, LimitError, ProtocolError
-from tcpstore_async.limits import ENTRY_BYTES, GIB, MIB, PARKED_BYTES, Limits
+from tcpstore_async.base.errors import BudgetError, LimitError, ProtocolError
+from tcpstore_async.base.limits import ENTRY_BYTES, GIB, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine
-from tcpstore_async.values import pack
+from tcpstore_async.wire.values import pack
 
 SMALL = Limits(key_bytes=10, value_bytes=100, keys=4)
 SHORT = Limits(key_bytes=70, value_bytes=50, keys=4, request_bytes=200)

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tcpstore_async.agents import BEAT, CLOSE, LOOK
+from tcpstore_async.base.errors import StoreTimeoutError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
-from tcpstore_async.errors import StoreTimeoutError
-from tcpstore_async.limits import Limits
+from tcpstore_async.keyspace.agents import BEAT, CLOSE, LOOK
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, State, joining
-from tcpstore_async.values import PREFIX
 from tcpstore_async.wire.commands import BY_METHOD, Command
+from tcpstore_async.wire.values import PREFIX
 
 HANDSHAKE = bytes.fromhex("00cef7853c")
 KEY = b"/job"

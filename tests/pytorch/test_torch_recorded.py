@@ -10,7 +10,7 @@ import pytest
 
 from client.test_load_replay import recorder, replay, replay_json
 from support import server_of
-from tcpstore_async.load.recording import read_recording
+from tcpstore_async.tools.load.recording import read_recording
 from torch_forker import Program
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

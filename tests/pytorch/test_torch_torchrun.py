@@ -33,13 +33,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from support import Server, tcpstore_server, torch_server
-from tcpstore_async import AccessDeniedError, errors
+from tcpstore_async import AccessDeniedError
 from tcpstore_async import TCPStore as PlainTCPStore
+from tcpstore_async.auth.tokens import TokenKeys
+from tcpstore_async.base import errors
 from tcpstore_async.cli import main
-from tcpstore_async.client import named_ports, store_name
+from tcpstore_async.client import store_name
 from tcpstore_async.client.server_url import ServerUrl
+from tcpstore_async.relay import named_ports
 from tcpstore_async.stores import agent as stores_agent
-from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.torch import PrefixStore, TCPStore, rendezvous_handler
 from tls.certificates import HOSTS, certificates
 from tls.peers import TlsPeer, context

@@ -107,7 +107,7 @@ class Job:
 @pytest.fixture
 def job(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """What `who` says of ranks it has from the relays, as if they were on other machines."""
-    monkeypatch.setattr(importlib.import_module("tcpstore_async.diagnosis.local"), "read_environment", lambda pid: {})
+    monkeypatch.setattr(importlib.import_module("tcpstore_async.tools.look.local"), "read_environment", lambda pid: {})
     with ExitStack() as stack:
         yield Job(stack)
 

@@ -8,10 +8,10 @@ import socket
 import msgspec
 
 from support import LIMIT
+from tcpstore_async.links.link import NEW, LinkReply
+from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.relay.core import Relay
 from tcpstore_async.server.listen_socket import listen
-from tcpstore_async.session.link import NEW, LinkReply
-from tcpstore_async.session.link_client import ClientLink
 from tcpstore_async.wire.link import CLOSE, LINK, LOST
 
 

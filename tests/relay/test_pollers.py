@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.relay.core import Relay
 from tcpstore_async.relay.upstream import Upstream
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.serving import serve
-from tcpstore_async.session.link_client import ClientLink
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from faults.fault_helpers import gone, program, until
 from support import RawPeer, tcpstore_server
-from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.relay.process import RelayProcess
 
 _OWNER = """

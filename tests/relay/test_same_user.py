@@ -19,8 +19,8 @@ import networks
 from faults.fault_helpers import program, server_under, until
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.errors import DistNetworkError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import DistNetworkError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.server import peer_user
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
 

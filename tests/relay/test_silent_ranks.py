@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from support import LIMIT
+from tcpstore_async.links.link import NEW, LinkReply
+from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.relay.core import Relay
 from tcpstore_async.relay.upstream import Upstream
 from tcpstore_async.server.listen_socket import listen
-from tcpstore_async.session.link import NEW, LinkReply
-from tcpstore_async.session.link_client import ClientLink
 
 
 async def reach(relay: Relay, count: int) -> None:

@@ -75,7 +75,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(module_sockets: Path) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(importlib.import_module("tcpstore_async.diagnosis.local"), "read_environment", lambda pid: {})
+        patch.setattr(importlib.import_module("tcpstore_async.tools.look.local"), "read_environment", lambda pid: {})
         yield Job(stack)
 
 

@@ -18,10 +18,10 @@ import pytest
 
 from commands import run_command
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server
+from tcpstore_async.base.errors import DistNetworkError, DistStoreError, ProtocolError, StoreTimeoutError
 from tcpstore_async.client.admin import ask, find_local, is_local, read_environment
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.diagnosis.facts import read_facts
-from tcpstore_async.errors import DistNetworkError, DistStoreError, ProtocolError, StoreTimeoutError
 from tcpstore_async.server import admin_path
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import serve

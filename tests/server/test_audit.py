@@ -17,7 +17,7 @@ from client.test_sync import until
 from conformance.frames import auth, set_
 from server.test_auth import KEYS, identity_of, tcpstore
 from support import LIMIT, RawPeer, tcpstore_server
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.audit import AuditLog
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import serve

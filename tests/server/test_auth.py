@@ -24,13 +24,13 @@ from client.test_sync import until
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, ping, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
-from tcpstore_async.access import Access
+from tcpstore_async.auth.access import Access
+from tcpstore_async.auth.tokens import TokenKeys
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.base.errors import ConnectionDeniedError
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
-from tcpstore_async.deadline import Deadline
-from tcpstore_async.errors import ConnectionDeniedError
 from tcpstore_async.server.backends import BACKENDS
-from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.wire.commands import SERVER_KEY
 
 KEYS = TokenKeys([("k1", b"a secret that nobody knows")])

@@ -25,7 +25,7 @@ from conformance.frames import NUM_KEYS, auth, check, get, link, set_
 from server.test_auth import KEYS, REFUSED, REVOKED, _address, identity_of
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_relay, tcpstore_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.server import base
 from tcpstore_async.server.backends import BACKENDS, server_class
 from tcpstore_async.serving import run

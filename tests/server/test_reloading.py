@@ -17,9 +17,9 @@ from client.test_sync import until
 from conformance.frames import auth
 from server.test_auth import KEYS
 from support import RawPeer, Server, listening, tcpstore_relay, tcpstore_server
+from tcpstore_async.auth.tokens import TokenFiles, TokenKeys
 from tcpstore_async.server.base import Server as AnyServer
 from tcpstore_async.server.reloading import Reloading
-from tcpstore_async.tokens import TokenFiles, TokenKeys
 from tls.certificates import Pair, certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import replace, serial

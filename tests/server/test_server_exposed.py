@@ -10,7 +10,7 @@ import pytest
 
 from support import RawPeer, tcpstore_relay, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.addresses import is_loopback
+from tcpstore_async.base.addresses import is_loopback
 from tcpstore_async.server.listen_socket import listen, warn_if_exposed
 from tls.certificates import certificates
 

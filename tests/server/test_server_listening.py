@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from support import LIMIT, deferred_for
-from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server import listen_socket
 from tcpstore_async.server.listen_socket import (
     DEFER_ACCEPT,

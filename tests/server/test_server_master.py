@@ -17,7 +17,7 @@ import pytest
 from faults.owner_programs import port_is_free, seen
 from support import LIMIT, RawPeer
 from tcpstore_async import TCPStore
-from tcpstore_async.errors import DistNetworkError, DistStoreError
+from tcpstore_async.base.errors import DistNetworkError, DistStoreError
 from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import BACKLOG, DEFER_ACCEPT
 from tcpstore_async.server.master import ServerHandle, host

@@ -14,7 +14,7 @@ import pytest
 
 import tcpstore_async
 from support import LIMIT
-from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.port_holder import PROC, Holder, by_holder, find_holder
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT, RawPeer, deferred_for, tcpstore_server
-from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.relay.process import RelayProcess
 from tcpstore_async.server.master import host
 from tcpstore_async.server.systemd import Manager, activated_fd, supervised

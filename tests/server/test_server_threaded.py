@@ -21,14 +21,14 @@ from conformance.frames import fetch
 from faults.fault_helpers import I64, Watch, get, number, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.threaded import _READ, Connection, ThreadedServer
 from tcpstore_async.server.threads import FairLock, Worker
-from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
+from tcpstore_async.wire.values import Framed
 
 pytestmark = pytest.mark.needs_proc
 

@@ -16,10 +16,9 @@ import pytest
 import tcpstore_async
 from conformance.frames import END, enter, get, i64, set_
 from support import HANDSHAKE, LIMIT, blob, keys
-from tcpstore_async.errors import DistNetworkError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import DistNetworkError
+from tcpstore_async.base.limits import DEFAULT_GRACE, Limits
 from tcpstore_async.server import uv
-from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import LoopPoller, Poller, Report, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer

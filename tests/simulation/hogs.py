@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 
 from properties.fleet import HANDSHAKE, Command, Difference
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import size
+from tcpstore_async.wire.values import size
 
 BUDGET = 2 * MIB
 SLACK = 200_000

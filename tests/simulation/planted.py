@@ -11,30 +11,30 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
-from tcpstore_async.accounts import Usage
-from tcpstore_async.agents import AgentRegistry
+from tcpstore_async.base.errors import BudgetError, QueueEmptyError
+from tcpstore_async.base.keys import stored_key
+from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.pool import TCPClient
-from tcpstore_async.errors import BudgetError, QueueEmptyError
-from tcpstore_async.keys import stored_key
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
-from tcpstore_async.rounds import Agent, Rounds
-from tcpstore_async.session import link_registry
+from tcpstore_async.keyspace.accounts import Usage
+from tcpstore_async.keyspace.agents import AgentRegistry
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.rounds import Agent, Rounds
+from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
+from tcpstore_async.links import link_registry
+from tcpstore_async.links.link import Link
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.link_server import ServerLink
+from tcpstore_async.links.linked_session import LinkedSession
+from tcpstore_async.links.passed_over import PassedOver
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
-from tcpstore_async.session.link import Link
-from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.link_server import ServerLink
-from tcpstore_async.session.linked_session import LinkedSession
 from tcpstore_async.session.named_stores import Entry, NamedStore, NamedStores
-from tcpstore_async.session.passed_over import PassedOver
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
-from tcpstore_async.values import unpack
-from tcpstore_async.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
+from tcpstore_async.wire.values import unpack
 
 Method = Callable[..., Any]
 Plant = tuple[Any, str, Callable[[Method], Method]]

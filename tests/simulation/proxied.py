@@ -16,12 +16,12 @@ import time
 from collections import Counter
 
 from simulation.real import OPERATIONS, Book, Operation, Script
+from tcpstore_async.base.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client import requests
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.stores.tcp import TCPStore
-from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import WORKERS_KEY
+from tcpstore_async.wire.values import unpack
 
 LIMIT = 20.0
 """Seconds for a connection through the proxy, which cuts some in the midst of their handshake."""

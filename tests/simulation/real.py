@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from properties.fleet import Difference
 from simulation.stage import Actor, Choices, Stage, machine, run_on_loop
+from tcpstore_async.base.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.stores.tcp import TCPStore
-from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import BY_METHOD, WORKERS_KEY
+from tcpstore_async.wire.values import unpack
 
 TIMEOUT = 5.0
 OPERATIONS = [

@@ -23,16 +23,16 @@ from typing import Any, Final, cast
 from msgspec import json
 
 from properties.fleet import Difference
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.base.version import VERSION
 from tcpstore_async.client import connect, requests
 from tcpstore_async.client.connect import _receive
 from tcpstore_async.client.wait_queue import Ticket
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.identity import SINGLE_LINKS, Identity
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.version import VERSION
 
 _monotonic, _sleep, _poll = time.monotonic, time.sleep, select.poll
 

@@ -25,16 +25,16 @@ from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
 from properties.shrinking import fewest
 from simulation.world import ENCODERS
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.admission import admission
 from tcpstore_async.client.store_name import StoreEndedError, StoreName, StoreTakenError
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import ENDED, ENTERED, TAKEN, identity, read_enter_reply
 from tcpstore_async.session.named_stores import NamedStore, NamedStores
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import PREFIX, framed, unpack
 from tcpstore_async.wire.commands import BY_METHOD, SERVER_KEY
+from tcpstore_async.wire.values import PREFIX, framed, unpack
 
 Step = tuple[Any, ...]
 

@@ -25,14 +25,14 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from properties.fleet import Command, Connection, Difference, Fleet
-from tcpstore_async.agents import BEAT, CLOSE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
-from tcpstore_async.errors import StoreTimeoutError
+from tcpstore_async.base.errors import StoreTimeoutError
+from tcpstore_async.keyspace.agents import BEAT, CLOSE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, joining
-from tcpstore_async.values import ABSENT, Framed, pack, unpack
 from tcpstore_async.wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED
 from tcpstore_async.wire.commands import BY_METHOD, Flag
+from tcpstore_async.wire.values import ABSENT, Framed, pack, unpack
 
 Step = tuple[Any, ...]
 Ask = tuple[Any, ...]

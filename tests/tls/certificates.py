@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import trustme
 
-from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.auth.secret_files import TlsFiles
 
 HOSTS = ("127.0.0.1", "localhost", "::1")
 

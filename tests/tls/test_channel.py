@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT
-from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.server.tls import TlsChannel, make_context
 from tcpstore_async.session.tls import TlsError, TlsStream
 from tls.certificates import certificates

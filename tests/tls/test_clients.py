@@ -21,10 +21,10 @@ from client.test_sync import until
 from conformance.frames import get
 from support import LIMIT, RawPeer, Server, free_port, tcpstore_relay, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore, rendezvous
+from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.cli import main
 from tcpstore_async.client import background
 from tcpstore_async.client.tls import _pair
-from tcpstore_async.secret_files import TlsFiles
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import run_loop
 from tls.certificates import certificates

@@ -19,9 +19,9 @@ import pytest
 from client.test_sync import until
 from conformance.frames import get
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server
-from tcpstore_async.errors import DistNetworkError
-from tcpstore_async.limits import Limits
-from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.auth.secret_files import TlsFiles
+from tcpstore_async.base.errors import DistNetworkError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import READ, Poller, Report

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from tcpstore_async.accounts import Account, Usage
-from tcpstore_async.agents import CLOSE, DESCRIBE, LOOK, MOST_NAMED, MOST_REMEMBERED, REMEMBERED_SECONDS, SUCCEEDED
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.keyspace.accounts import Account, Usage
+from tcpstore_async.keyspace.agents import (
+    CLOSE,
+    DESCRIBE,
+    LOOK,
+    MOST_NAMED,
+    MOST_REMEMBERED,
+    REMEMBERED_SECONDS,
+    SUCCEEDED,
+)
+from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack, unpack
+from tcpstore_async.wire.values import pack, unpack
 
 FAILED = 0
 STATE_BYTES = 48

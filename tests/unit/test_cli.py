@@ -19,9 +19,9 @@ from click.testing import CliRunner
 from support import LIMIT, RawPeer, blob, refused, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.cli.listen import write_atomically
+from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.server.admin_path import find
 from tcpstore_async.serving import build
-from tcpstore_async.session.link_client import ClientLink
 from web.requests import until
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]

@@ -21,10 +21,10 @@ from client.fakes import freezable
 from faults.fault_helpers import gone, until
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.load.quick_bench import Row
-from tcpstore_async.load.scripts import OPERATIONS
+from tcpstore_async.tools.load.quick_bench import Row
+from tcpstore_async.tools.load.scripts import OPERATIONS
 
-command = importlib.import_module("tcpstore_async.cli.bench")  # the package has the command itself by this name
+command = importlib.import_module("tcpstore_async.tools.load.bench")  # the package has the command itself by this name
 
 
 def bench(port: int, *words: str, files: int = 0) -> subprocess.CompletedProcess[bytes]:
@@ -189,7 +189,7 @@ def cleaning(*given):
     clean(*given)
 
 signal.signal(signal.SIGHUP, getattr(signal, hangup))
-importlib.import_module("tcpstore_async.cli.bench")._Progress.show = show
+importlib.import_module("tcpstore_async.tools.load.bench")._Progress.show = show
 quick_bench._clean = cleaning
 main()
 """

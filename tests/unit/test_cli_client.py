@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 import support
 from support import LIMIT, server_of, tcpstore_server
+from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
 from tcpstore_async.client.server_url import FORM
-from tcpstore_async.version import VERSION
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT, free_port, server_of, tcpstore, tcpstore_server
-from tcpstore_async.version import VERSION
+from tcpstore_async.base.version import VERSION
 from tls.certificates import Certificates
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
-from tcpstore_async.cli.asking import in_bytes, in_seconds
+from tcpstore_async.base.errors import DistStoreError, ProtocolError
 from tcpstore_async.client.admin import ask
 from tcpstore_async.diagnosis.rates import Histogram, Stats, between, read_look
 from tcpstore_async.diagnosis.samples import read_samples
-from tcpstore_async.errors import DistStoreError, ProtocolError
+from tcpstore_async.tools.look.asking import in_bytes, in_seconds
 
 STRANGE = b"/evil\x1b[31m\nkey"
 

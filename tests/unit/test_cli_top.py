@@ -22,9 +22,9 @@ from rich.console import Console
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
 from tcpstore_async.cli import main
-from tcpstore_async.cli.top import screen
 from tcpstore_async.client.admin import ask
 from tcpstore_async.diagnosis.rates import Look, between, read_look
+from tcpstore_async.tools.look.top import screen
 
 
 @pytest.fixture(scope="module")

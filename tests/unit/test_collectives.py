@@ -23,9 +23,9 @@ from tcpstore_async import (
     StoreTimeoutError,
     TCPStore,
 )
-from tcpstore_async.coercion import Text, Timeout
+from tcpstore_async.base.coercion import Text, Timeout
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.collectives import StoreCollectives, barrier, get_all, store_based_barrier, synchronize
-from tcpstore_async.deadline import Deadline
 
 T = TypeVar("T")
 RANKS = 4

@@ -15,14 +15,17 @@ from click.testing import CliRunner
 
 from support import LIMIT, free_port, tcpstore_server
 from tcpstore_async import AsyncTCPStore
+from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
+from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
 from tcpstore_async.client.tls import tls_required
-from tcpstore_async.doctor import examination, kernel, names, server
-from tcpstore_async.doctor.deadline import TooSlow, within
-from tcpstore_async.doctor.examination import Machine, examine
-from tcpstore_async.doctor.finding import FAIL, OK, SKIP, WARN, Finding
-from tcpstore_async.doctor.job import check_gloo, check_nccl
-from tcpstore_async.doctor.kernel import (
+from tcpstore_async.server.port_holder import Holder
+from tcpstore_async.tools.doctor import examination, kernel, names, server
+from tcpstore_async.tools.doctor.deadline import TooSlow, within
+from tcpstore_async.tools.doctor.examination import Machine, examine
+from tcpstore_async.tools.doctor.finding import FAIL, OK, SKIP, WARN, Finding
+from tcpstore_async.tools.doctor.job import check_gloo, check_nccl
+from tcpstore_async.tools.doctor.kernel import (
     check_accept_queue,
     check_clock,
     check_ephemeral_ports,
@@ -31,11 +34,8 @@ from tcpstore_async.doctor.kernel import (
     check_port,
     check_syn_queue,
 )
-from tcpstore_async.doctor.names import check_name, check_reverse_names
-from tcpstore_async.doctor.server import Way, check_server, round_trips
-from tcpstore_async.errors import AccessDeniedError, DistNetworkError
-from tcpstore_async.server.port_holder import Holder
-from tcpstore_async.version import VERSION
+from tcpstore_async.tools.doctor.names import check_name, check_reverse_names
+from tcpstore_async.tools.doctor.server import Way, check_server, round_trips
 
 NOBODY = -1
 """No limit, as `resource` has it."""

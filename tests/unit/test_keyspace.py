@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from properties.session_driver import with_store_of
-from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.base.errors import LimitError, ProtocolError
+from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.waiter_types import Waiter
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import EMPTY, GROWING_BYTES, pack, unpack
-from tcpstore_async.waiter_types import Waiter
+from tcpstore_async.wire.values import EMPTY, GROWING_BYTES, pack, unpack
 
 
 @pytest.fixture

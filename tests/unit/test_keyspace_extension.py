@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from properties.session_driver import with_store_of
-from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.base.errors import LimitError, ProtocolError
+from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import ABSENT, EMPTY, pack
-from tcpstore_async.waiter_types import AWAITING_VALUE, IDLE
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
+from tcpstore_async.wire.values import ABSENT, EMPTY, pack
 
 WOKEN = b"\0"
 Write = Callable[[Keyspace], object]

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from tcpstore_async.errors import LimitError, PeerError
-from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.base.errors import LimitError, PeerError
+from tcpstore_async.base.limits import MIB, Limits
 
 
 def test_the_defaults_are_those_of_pytorch() -> None:

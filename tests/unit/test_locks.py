@@ -5,7 +5,7 @@ import signal
 import threading
 
 from support import LIMIT
-from tcpstore_async.locks import RLock
+from tcpstore_async.base.locks import RLock
 
 
 class Struck(Exception):

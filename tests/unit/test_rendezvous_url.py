@@ -12,7 +12,7 @@ import pytest
 import tcpstore_async
 from support import tcpstore_server
 from tcpstore_async import StoreTimeoutError, rendezvous
-from tcpstore_async.rendezvous_url import Place, read_env, read_file, read_tcp
+from tcpstore_async.stores.rendezvous_url import Place, read_env, read_file, read_tcp
 
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE"),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tcpstore_async.rounds import CLOSED, PARTICIPANT, REDUNDANT, ROUNDS_BYTES, STRANGER, WAITING, Agent, Rounds
+from tcpstore_async.keyspace.rounds import (
+    CLOSED,
+    PARTICIPANT,
+    REDUNDANT,
+    ROUNDS_BYTES,
+    STRANGER,
+    WAITING,
+    Agent,
+    Rounds,
+)
 
 
 def formed(rounds: Rounds, *names: bytes) -> list[Agent]:

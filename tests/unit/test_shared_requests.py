@@ -9,12 +9,12 @@ import pytest
 from properties.fleet import Command, registrations
 from properties.session_driver import greeted, take
 from support import blob
-from tcpstore_async.errors import LimitError
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import GIB, MEMBER_BYTES, PARKED_BYTES, Limits
+from tcpstore_async.base.errors import LimitError
+from tcpstore_async.base.limits import GIB, MEMBER_BYTES, PARKED_BYTES, Limits
+from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.waiter_types import IDLE, SharedWait
 from tcpstore_async.session.key_list_cache import FEWEST
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.waiter_types import IDLE, SharedWait
 
 KEYS = [b"/a", b"/b", b"/c", b"/d"]
 WAIT, CHECK, MULTI_GET = Command("wait", KEYS), Command("check", KEYS), Command("multi_get", KEYS)

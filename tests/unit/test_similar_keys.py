@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcpstore_async.similar_keys import Search, family_of, neighbours, number_after, numbers, without_numbers
+from tcpstore_async.observe.similar_keys import Search, family_of, neighbours, number_after, numbers, without_numbers
 
 
 def nearest(wanted: str, existing: list[str]) -> list[str]:

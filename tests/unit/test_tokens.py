@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tcpstore_async.access import Access
-from tcpstore_async.client.credentials import TOKEN, TOKEN_FILE, find_token, read_token
-from tcpstore_async.errors import AccessDeniedError
-from tcpstore_async.tokens import TokenFiles, TokenKeys, parse_keys, read_keys
+from tcpstore_async.auth.access import Access
+from tcpstore_async.auth.secret_files import TOKEN, TOKEN_FILE
+from tcpstore_async.auth.tokens import TokenFiles, TokenKeys, parse_keys, read_keys
+from tcpstore_async.base.errors import AccessDeniedError
+from tcpstore_async.client.credentials import find_token, read_token
 
 SECRET = b"a secret of the first key"
 KEYS = TokenKeys([("k1", SECRET), ("old", b"the one before it")])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.values import (
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.wire.values import (
     COUNTER_SIZE,
     EMPTY,
     GROWING_BYTES,

@@ -14,9 +14,9 @@ import msgspec
 from support import LIMIT, Server, listening
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.peer_user import PeerUsers
-from tcpstore_async.web.answers import Answers
-from tcpstore_async.web.http import HttpServer
-from tcpstore_async.web.looking import Looker
+from tcpstore_async.tools.web.answers import Answers
+from tcpstore_async.tools.web.http import HttpServer
+from tcpstore_async.tools.web.looking import Looker
 
 SERVER = {
     "host": "::1", "port": 29500, "pid": 1, "version": "0.0", "build": "stub", "accepting": True, "connections": 9,

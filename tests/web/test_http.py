@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT
-from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
-from tcpstore_async.web import http, looking
+from tcpstore_async.tools.web import http, looking
 from web.requests import get, request, until
 from web.scenes import large_reply
 from web.stub import COUNTERS, AdminStub, answering, named_store
@@ -320,7 +320,7 @@ def test_queries_that_fail_are_logged_when_that_begins_and_ends(
 
 def test_metrics_without_what_they_need(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert get(port, "/metrics")[0] == 200
-    monkeypatch.setitem(sys.modules, "tcpstore_async.web.metrics", None)
+    monkeypatch.setitem(sys.modules, "tcpstore_async.tools.web.metrics", None)
     status, text = get(port, "/metrics")
     assert status == 501
     assert "pip install 'tcpstore-async[metrics]'" in text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import Server, tcpstore_server
-from tcpstore_async.web.summary import LATE, MISSING, WAITING
+from tcpstore_async.tools.web.summary import LATE, MISSING, WAITING
 from web.browser import CHROMIUM, Browser, Page
 from web.scenes import ABSENT, ASTRAY, HOSTILE, SIZE, incident, large_reply
 from web.stub import AdminStub, named_store, watched

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 from support import LIMIT, RawPeer, Server, blob, keys, resting, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.server.http_process import HttpOptions, http_process
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.stores.tcp import TCPStore
-from tcpstore_async.web.process import HttpOptions, http_process
 from web.requests import get, request, until
 from web.scenes import large_reply
 from web.stub import AdminStub, watched

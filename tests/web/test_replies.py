@@ -21,7 +21,7 @@ from tcpstore_async import TCPStore
 from tcpstore_async.client.admin import ask
 from tcpstore_async.client.server_url import HttpUrl, parse_http_url
 from tcpstore_async.server.peer_user import PeerUsers
-from tcpstore_async.web import http, replies
+from tcpstore_async.tools.web import http, replies
 from web.requests import get, request, until
 from web.scenes import large_reply
 from web.stub import SERVER, AdminStub, answering, stats
@@ -90,7 +90,7 @@ def test_the_same_output(server: Server, words: list[str]) -> None:
 
 def test_environments_of_the_servers_machine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are asked from, a process with the same number is another one."""
-    monkeypatch.setattr("tcpstore_async.diagnosis.local.read_environment", lambda pid: {"RANK": "8"})
+    monkeypatch.setattr("tcpstore_async.tools.look.local.read_environment", lambda pid: {"RANK": "8"})
     found = json.loads(over_http(server, "who", "-o", "json").stdout)
     assert [one["rank"] for one in found if one["rank"] is not None] == [3]
 

@@ -15,8 +15,8 @@ import socket
 import stat
 from typing import TYPE_CHECKING, Final
 
-from ...errors import DistNetworkError
-from ...tokens import HostTokens
+from ...auth.tokens import HostTokens
+from ...base.errors import DistNetworkError
 from ..log_handlers import OwnerHandler
 from .pidfd import exists, open_pidfd
 from .protocol import Event, LineReader, LogLine, encode
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..base import Server
 
 _STDIN: Final = 0
-_STDERR: Final = 2
+STDERR: Final = 2
 
 _POLL: Final = 1.0
 """Seconds between checks that the owner is alive, where the kernel does not report its end."""
@@ -34,32 +34,7 @@ _IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.
 """A job manager sends these to every process of a job. The server must outlive the ranks."""
 
 
-def main(listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float, *tls: str) -> None:
-    """Be the server process that `parent.start` has started; return when it is to exit.
-
-    `tls` are the fields of `TlsFiles`, empty if there are none. What it checks tokens with, if it does, is in a line of
-    its standard input.
-    """
-    try:
-        from ...serving import serve_owner  # the one import that points up: see tests/test_architecture.py
-    except BaseException as error:
-        os.write(control_fd, repr(error).encode(errors="replace"))
-        raise
-    tokens = _read_tokens()
-    serve_owner(
-        listen_fd,
-        owner_pid,
-        control_fd,
-        pidfd=pidfd,
-        log_fd=_STDERR,
-        backend=backend,
-        grace=grace,
-        tls=tls,
-        tokens=tokens,
-    )
-
-
-def _read_tokens() -> HostTokens | None:
+def read_tokens() -> HostTokens | None:
     """Return what standard input says of tokens, and close it. Raises EOFError if the owner ended before that."""
     awaited = stat.S_ISFIFO(os.fstat(_STDIN).st_mode)
     line = b""

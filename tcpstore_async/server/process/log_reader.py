@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ...locks import RLock
+from ...base.locks import RLock
 from .pidfd import Process
 from .protocol import LineReader, LogLine
 

@@ -25,11 +25,12 @@ from typing import Final
 
 import msgspec
 
-from ... import python_process
-from ...locks import RLock
-from ...secret_files import TlsFiles
-from ...tokens import HostTokens
-from ..backends import DEFAULT_BACKEND, DEFAULT_GRACE, START_TIMEOUT
+from ...auth.secret_files import TlsFiles
+from ...auth.tokens import HostTokens
+from ...base import python_process
+from ...base.limits import DEFAULT_GRACE
+from ...base.locks import RLock
+from ..backends import DEFAULT_BACKEND, START_TIMEOUT
 from ..fork_safety import close_on_fork
 from .log_reader import LogReader, joined
 from .pidfd import Process, open_pidfd
@@ -54,11 +55,11 @@ import os
 if os.fork():
     os._exit(0)
 try:
-    from tcpstore_async.server.process.child import main
+    from tcpstore_async.serving import child_main
 except BaseException as error:
     os.write(int(control_fd), repr(error).encode(errors="replace"))
     raise
-main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace), cert, key, ca)
+child_main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace), cert, key, ca)
 """
 """Its first line tells what it is in `ps`.
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from ...coercion import in_milliseconds
-from ...deadline import Deadline, backoff
-from ...errors import DistStoreError, ProtocolError, StoreTimeoutError, counted
-from ...keyspace import Keyspace
-from ...locks import RLock
+from ...base.coercion import in_milliseconds
+from ...base.deadline import Deadline, backoff
+from ...base.errors import DistStoreError, ProtocolError, StoreTimeoutError, counted
+from ...base.locks import RLock
+from ...keyspace.keyspace import Keyspace
 from ..hash import Alarm
 from .records import FIRST, is_complete, register, unregister
 from .reentrant_lock import FileLock, locked

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final, TypeVar
 
-from ...keyspace import Keyspace
-from ...values import unpack
+from ...keyspace.keyspace import Keyspace
+from ...wire.values import unpack
 from ..hash import UNLIMITED
 
 T = TypeVar("T")

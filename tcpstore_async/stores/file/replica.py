@@ -7,8 +7,8 @@ import errno
 import os
 from typing import Final
 
-from ...keyspace import Keyspace
-from ...values import pack
+from ...keyspace.keyspace import Keyspace
+from ...wire.values import pack
 from ..hash import UNLIMITED
 from .records import GONE, KEY, POPPED, PUSHED, next_record
 

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from ...coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
-from ...deadline import DEFAULT_TIMEOUT, Deadline
-from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
-from ...keys import caller_keys, decode_keys, stored_key, stored_keys, wait_timeout_message
-from ...keyspace import Keyspace
-from ...values import pack, unpack
+from ...base.coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ...base.deadline import DEFAULT_TIMEOUT, Deadline
+from ...base.errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
+from ...base.keys import caller_keys, decode_keys, stored_key, stored_keys, wait_timeout_message
+from ...keyspace.keyspace import Keyspace
+from ...wire.values import pack, unpack
 from ..base import Store
 from ..hash import Alarm, not_a_number
 from .locked_file import SharedFile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from conformance.frames import auth, get, set_
 from support import HANDSHAKE, blob
-from tcpstore_async.load.observer import Observer, Processes
-from tcpstore_async.load.recording import RowEncoder
+from tcpstore_async.tools.load.observer import Observer, Processes
+from tcpstore_async.tools.load.recording import RowEncoder
 
 
 def test_tokens_are_not_recorded() -> None:

@@ -38,9 +38,9 @@ from conformance.script import Script
 from conformance.targets import EngineTarget, byte_by_byte, play
 from conformance.vectors import libuv_vectors
 from support import HANDSHAKE, blob
-from tcpstore_async.load import recording as recordings
-from tcpstore_async.load.observer import Observer, Processes
-from tcpstore_async.load.recording import (
+from tcpstore_async.tools.load import recording as recordings
+from tcpstore_async.tools.load.observer import Observer, Processes
+from tcpstore_async.tools.load.recording import (
     FIELDS,
     REPLIES,
     Recording,
@@ -49,8 +49,8 @@ from tcpstore_async.load.recording import (
     Step,
     read_recording,
 )
-from tcpstore_async.load.replay_order import _WAITS, put_in_order
-from tcpstore_async.load.summary import summarize
+from tcpstore_async.tools.load.replay_order import _WAITS, put_in_order
+from tcpstore_async.tools.load.summary import summarize
 from tcpstore_async.wire.commands import COMMANDS, Command
 
 TEXT = "2026-11-22T12:00:00Z"

@@ -9,14 +9,14 @@ import pytest
 
 from properties.fleet import Command
 from properties.session_driver import greeted
-from tcpstore_async.errors import BudgetError, ProtocolError
-from tcpstore_async.incremental import KeyListing
-from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
+from tcpstore_async.base.errors import BudgetError, ProtocolError
+from tcpstore_async.base.limits import MIB, QUEUE_BYTES, Limits
+from tcpstore_async.keyspace.incremental import KeyListing
+from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.session.budget import SESSION_BYTES, Budget, StoreShare
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.session.unsent import Unsent
-from tcpstore_async.values import EMPTY, Framed
+from tcpstore_async.wire.values import EMPTY, Framed
 
 VALUE = 1_000_000
 

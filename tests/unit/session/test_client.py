@@ -9,11 +9,11 @@ import pytest
 
 from support import HANDSHAKE, blob, u64
 from tcpstore_async import Limits
-from tcpstore_async.errors import ProtocolError
+from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import ABSENT, pack, unpack
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import ABSENT, pack, unpack
 
 PID = 4711
 

@@ -31,9 +31,9 @@ from conformance.frames import (
     wait,
 )
 from support import HANDSHAKE, blob
-from tcpstore_async.access import Access
-from tcpstore_async.errors import AccessDeniedError, NotAllowedError, PeerError
-from tcpstore_async.limits import Limits
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import AccessDeniedError, NotAllowedError, PeerError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.session.identity import (
     REFUSED,
     TOKEN,
@@ -49,9 +49,9 @@ from tcpstore_async.session.identity import (
     with_requirement,
 )
 from tcpstore_async.session.server import ALL, REMOTE, Engine, ServerSession
-from tcpstore_async.values import pack
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.commands import COMMANDS, SERVER_KEY, Command, Flag
+from tcpstore_async.wire.values import pack
 
 IDENTITY = identity("this server", "uv")
 MANY = 30

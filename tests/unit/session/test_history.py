@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from conformance.frames import add, set_
 from looking import World
 from support import HANDSHAKE, blob, keys
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.diagnosis.facts import Wait
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.limits import MIB, Limits
-from tcpstore_async.session.history import History
+from tcpstore_async.observe.history import History
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.commands import BY_METHOD, STORES, Command, Flag

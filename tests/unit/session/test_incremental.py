@@ -8,14 +8,14 @@ import pytest
 
 from properties.fleet import Command
 from properties.session_driver import greeted
-from tcpstore_async.errors import PeerError
-from tcpstore_async.incremental import ParkOnKeys, ReadKeys
-from tcpstore_async.keyspace import MAX_LEASES
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import PeerError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.keyspace.incremental import ParkOnKeys, ReadKeys
+from tcpstore_async.keyspace.keyspace import MAX_LEASES
 from tcpstore_async.serving import build
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import PREFIX, pack, size, unpack
 from tcpstore_async.wire.commands import SERVER_KEY
+from tcpstore_async.wire.values import PREFIX, pack, size, unpack
 
 MIB = 1 << 20
 

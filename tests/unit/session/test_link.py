@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from tcpstore_async.errors import ProtocolError
-from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.base.errors import ProtocolError
+from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.wire.link import (
     ACKNOWLEDGE_BYTES,
     BATCH_BYTES,

@@ -26,12 +26,12 @@ from conformance.frames import (
 from conformance.link_target import LinkPeer, LinkTarget
 from conformance.script import Answer
 from support import HANDSHAKE, blob
-from tcpstore_async.errors import BudgetError, PeerError, ProtocolError
-from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.base.errors import BudgetError, PeerError, ProtocolError
+from tcpstore_async.base.limits import MIB, Limits
+from tcpstore_async.links.link_client import ClientLink
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.budget import SESSION_BYTES
-from tcpstore_async.session.link_client import ClientLink
-from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.wire.link import (
     CLOSE,

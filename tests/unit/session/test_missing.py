@@ -8,11 +8,11 @@ import pytest
 
 from looking import World
 from support import blob, u64
-from tcpstore_async.access import Access
-from tcpstore_async.errors import NotAllowedError
-from tcpstore_async.limits import Limits
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import NotAllowedError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.observe.missing_reply import Elsewhere, Near, Who
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.missing_reply import Elsewhere, Near, Who
 from tcpstore_async.session.server import Engine
 
 

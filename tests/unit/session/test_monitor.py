@@ -10,13 +10,13 @@ import pytest
 
 from looking import World
 from support import blob, keys
-from tcpstore_async.access import Access
-from tcpstore_async.errors import NotAllowedError
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import NotAllowedError
+from tcpstore_async.observe.monitor import Monitor
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.monitor import Monitor
 from tcpstore_async.session.server import Engine
-from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import pack
 
 
 def watched(every: int = 1, values: bool = False, most: int = 1000) -> tuple[World, Monitor]:

@@ -26,20 +26,20 @@ from conformance.frames import (
     wait,
 )
 from support import HANDSHAKE, blob
-from tcpstore_async.access import Access
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import BudgetError, NotAllowedError, PeerError, ProtocolError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.admission import admission
 from tcpstore_async.client.store_name import StoreName
-from tcpstore_async.errors import BudgetError, NotAllowedError, PeerError, ProtocolError
-from tcpstore_async.limits import Limits
+from tcpstore_async.observe.history import History
+from tcpstore_async.observe.monitor import Monitor
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import MAX_ADDRESSES, identity, read_identity
-from tcpstore_async.session.monitor import Monitor
 from tcpstore_async.session.named_stores import PORT_BYTES, NamedStore, NamedStores, StoreEnded
 from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
-from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import SERVER_KEY
+from tcpstore_async.wire.values import unpack
 
 EMPTY = bytes(8)
 

@@ -9,11 +9,11 @@ import weakref
 import pytest
 
 from support import HANDSHAKE, blob, keys, u64
-from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.limits import Limits
+from tcpstore_async.base.errors import LimitError, ProtocolError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.keyspace.waiter_types import IDLE
 from tcpstore_async.session.server import NO_PID, Engine, ServerSession
 from tcpstore_async.session.tls import HANDSHAKE as TLS_HANDSHAKE
-from tcpstore_async.waiter_types import IDLE
 from tcpstore_async.wire.commands import BY_OPCODE
 
 PING = b"\x0d"

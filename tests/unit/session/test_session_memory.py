@@ -8,8 +8,8 @@ import pytest
 
 from support import HANDSHAKE, blob
 from tcpstore_async import Limits
+from tcpstore_async.observe.history import History
 from tcpstore_async.serving import build
-from tcpstore_async.session.history import History
 from tcpstore_async.session.server import Engine, ServerSession
 
 BUDGET = {"compiled": 440, "interpreted": 760 if sys.version_info < (3, 14) else 1_440}

@@ -23,14 +23,14 @@ from conformance.frames import (
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
 from support import blob
-from tcpstore_async.access import Access
-from tcpstore_async.errors import BudgetError, ProtocolError
-from tcpstore_async.limits import Limits
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import BudgetError, ProtocolError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.single_client import ClientSingleLink, is_break
+from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.session.client import PendingCall
-from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.session.single_client import ClientSingleLink, is_break
-from tcpstore_async.session.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.wire.commands import BY_METHOD
 
 LINK = BY_METHOD["link"]

@@ -9,8 +9,8 @@ import pytest
 
 from looking import World
 from support import blob
-from tcpstore_async.session import statistics
-from tcpstore_async.session.statistics import Statistics
+from tcpstore_async.observe import statistics
+from tcpstore_async.observe.statistics import Statistics
 
 
 def last(portions: Iterator[Any]) -> Any:

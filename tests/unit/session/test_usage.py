@@ -24,9 +24,9 @@ from conformance.frames import (
     wait,
 )
 from support import HANDSHAKE
-from tcpstore_async.access import Access
-from tcpstore_async.errors import NotAllowedError, ProtocolError
-from tcpstore_async.limits import Limits
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.errors import NotAllowedError, ProtocolError
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 

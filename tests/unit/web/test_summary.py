@@ -11,7 +11,7 @@ import pytest
 from looking import World
 from tcpstore_async.diagnosis.facts import read_facts
 from tcpstore_async.diagnosis.ranks import Ranks, number_ranges
-from tcpstore_async.web.summary import MOST_RANKS, Summary
+from tcpstore_async.tools.web.summary import MOST_RANKS, Summary
 from web.scenes import large_reply
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from support import blob, keys, u64
-from tcpstore_async.errors import LimitError
-from tcpstore_async.limits import KIB, MIB, Limits
-from tcpstore_async.values import pack
+from tcpstore_async.base.errors import LimitError
+from tcpstore_async.base.limits import KIB, MIB, Limits
 from tcpstore_async.wire.codecs import (
     COUNTED_KEYS,
     ITEMS,
@@ -27,6 +26,7 @@ from tcpstore_async.wire.codecs import (
     LargeValue,
     RequestCodec,
 )
+from tcpstore_async.wire.values import pack
 
 LIMITS = Limits()
 

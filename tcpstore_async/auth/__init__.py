@@ -1,0 +1,1 @@
+"""Who may do what: tokens, what they allow, and the files that hold secrets."""

@@ -1,0 +1,130 @@
+"""What the holder of a token may do: which keys, and what with them.
+
+Servers and clients decide here, from the same rows of the command table. This module must not know tokens, their
+signatures or their bytes, nor what time it is.
+
+Invariant: a command that is not refused touches no key outside of the store and the prefix.
+"""
+
+from typing import Final
+
+from ..base.errors import counted
+from ..wire.codecs import Fields
+from ..wire.commands import SERVER_KEY, Command
+
+READ: Final = 1
+WRITE: Final = 2
+ADMIN: Final = 3
+
+RIGHTS: Final = {"read": READ, "write": WRITE, "admin": ADMIN}
+"""By name. Each includes the ones before it."""
+
+_SHOWN: Final = 128
+"""Characters of a key that a refusal shows."""
+
+
+class Access:
+    """What one token allows. Equal ones allow the same, by the same token."""
+
+    def __init__(
+        self,
+        identity: str,
+        rights: str = "write",
+        prefix: str = "",
+        store: str = "",
+        expires: int = 0,
+        signer: str = "",
+        max_keys: int = 0,
+        max_bytes: int = 0,
+        max_sessions: int = 0,
+    ) -> None:
+        """Raises ValueError for unknown rights."""
+        if rights not in RIGHTS:
+            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {rights!r}")
+        self.identity = identity
+        """Of the token, for logs and revocation; no secret."""
+        self.rights = rights
+        self.prefix = prefix
+        """The keys, as callers know them, begin with this."""
+        self.store = store
+        """The name of the only store that it opens; empty if it opens all of the server's."""
+        self.expires = expires
+        """In seconds since 1970; 0 for never."""
+        self.signer = signer
+        """The id of the key that signed the token."""
+        self.max_keys = max_keys
+        """How many keys and queues may be created; 0 for any number, as in the other limits."""
+        self.max_bytes = max_bytes
+        """How many bytes may be stored, overheads included."""
+        self.max_sessions = max_sessions
+        """How many connections, and sessions on links, there may be at a time."""
+        self._level: int = RIGHTS[rights]
+        self._scope = b"/" + prefix.encode(errors="replace") if prefix else b""
+        """Stored keys begin with this."""
+
+    def _all(self) -> tuple[object, ...]:
+        limits = (self.max_keys, self.max_bytes, self.max_sessions)
+        return (self.identity, self.rights, self.prefix, self.store, self.expires, self.signer, *limits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Access) and self._all() == other._all()
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __str__(self) -> str:
+        said = [f"rights {self.rights}"]
+        said += [f"prefix {self.prefix!r}"] if self.prefix else []
+        said += [f"store {self.store!r}"] if self.store else []
+        said += [f"expires {self.expires}"] if self.expires else []
+        for limit, what in ((self.max_keys, "key"), (self.max_bytes, "byte"), (self.max_sessions, "session")):
+            said += [f"max {counted(limit, what)}"] if limit else []
+        return f"token {self.identity} ({', '.join(said)}), signed by {self.signer}"
+
+    def limited(self) -> bool:
+        """Return whether what it stores, and its sessions, have to be counted."""
+        return self.max_keys > 0 or self.max_bytes > 0 or self.max_sessions > 0
+
+    def may_write(self) -> bool:
+        return self._level >= WRITE
+
+    def refusal(self, command: Command, fields: Fields, store: str | None = None) -> str:
+        """Return why a command with these fields is not allowed in this store; empty if it is.
+
+        A command that names no key concerns what its connection has been given before, and is allowed.
+        """
+        if not command.request.names_keys and not command.whole:
+            return ""
+        if self.store and self.store != store:
+            foreign = [key for key in command.request.keys(fields) if key != SERVER_KEY]
+            if foreign or command.whole:
+                here = "the unnamed store" if store is None else f"the store {store!r}"
+                return f"{command.name} in {here}; token {self.identity} is only for the store {self.store!r}"
+        if command.mutates and self._level < WRITE:
+            return f"{command.name} requires write access; token {self.identity} grants only read access"
+        scope = self._scope
+        if not scope:
+            return ""
+        if command.whole:
+            return f"{command.name} covers the whole store; {self._granted_keys()}"
+        for key in command.request.keys(fields):
+            if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
+                return f"{command.name} of {show(key)}; {self._granted_keys()}"
+        return ""
+
+    def covers(self, key: bytes) -> bool:
+        """Return whether this stored key is one that the token is for."""
+        return key.startswith(self._scope)
+
+    def whole(self) -> bool:
+        """Return whether the token is for all keys."""
+        return not self._scope
+
+    def _granted_keys(self) -> str:
+        return f"token {self.identity} grants access only to keys with the prefix {self.prefix[:_SHOWN]!r}"
+
+
+def show(key: bytes) -> str:
+    """Return a stored key as its caller knows it, so that it cannot break a line."""
+    text = key[: _SHOWN + 1].decode(errors="replace")
+    return repr(text.removeprefix("/")[:_SHOWN])

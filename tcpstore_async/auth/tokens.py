@@ -1,0 +1,274 @@
+"""Creating and checking tokens.
+
+A token is the text `tcps1.KEY.CLAIMS.MAC`: the version of this format, the id of the key that signed it, what it allows
+(JSON) and the HMAC-SHA-256 of everything before the last point, the last two in base64url without padding. This module
+must not know connections or commands.
+
+Invariants: no error and no log line contains a token or a secret. How long a check takes does not depend on whether the
+key is known, nor on where a token differs from a valid one: every token is compared with what every key would sign.
+"""
+
+import base64
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+
+from ..base.errors import counted
+from ..wire.codecs import MAX_TOKEN
+from .access import Access
+from .secret_files import read_secret
+
+VERSION: Final = b"tcps1"
+
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_POINTS: Final = 3
+
+_SHORT: Final = 16
+"""Bytes of a secret below which it can be guessed."""
+
+log = logging.getLogger("tcpstore_async")
+
+_SHARED: Final = "shared"
+"""Stands for the id of a token that is compared as it is."""
+
+_UNSIGNED: Final = "the token is not signed by one of this server's keys"
+
+
+class Claims(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a token says. A claim that is not known here must not be ignored: it may be a restriction."""
+
+    id: str
+    rights: str
+    prefix: str = ""
+    store: str = ""
+    expires: int = 0
+    keys: int = 0
+    bytes: int = 0
+    sessions: int = 0
+
+
+class TokenKeys:
+    """The keys that sign tokens, and the tokens that are revoked."""
+
+    def __init__(self, keys: list[tuple[str, bytes]], revoked: frozenset[str] = frozenset()) -> None:
+        """`keys` are ids and secrets; the first one signs. `revoked` are ids of tokens."""
+        self.keys = keys
+        self.revoked = revoked
+
+    def create(
+        self,
+        rights: str = "write",
+        prefix: str = "",
+        store: str = "",
+        seconds: int | None = None,
+        max_keys: int = 0,
+        max_bytes: int = 0,
+        max_sessions: int = 0,
+    ) -> str:
+        """Return a new token, which expires after so many seconds, or never. Raises ValueError if it gets too long."""
+        signer, secret = self.keys[0]
+        expires = 0 if seconds is None else int(time.time()) + seconds
+        identity = secrets.token_hex(8)
+        claims = Claims(identity, rights, prefix, store, expires, max_keys, max_bytes, max_sessions)
+        signed = b".".join([VERSION, signer.encode(), _encode(msgspec.json.encode(claims))])
+        token = signed + b"." + _sign(secret, signed)
+        if len(token) > MAX_TOKEN:
+            raise ValueError(f"the token would be {len(token)} bytes long (max {MAX_TOKEN}): shorten its prefix")
+        return token.decode()
+
+    def check(self, token: bytes, now: float) -> Access | str:
+        """Return what a token allows at a time, in seconds since 1970, or why it is refused."""
+        signed, _, mac = token.rpartition(b".")
+        signer = ""
+        for name, secret in self.keys:
+            if hmac.compare_digest(_sign(secret, signed), mac):
+                signer = name
+        if not signer:
+            return _UNSIGNED
+        return self._read(token, signer, now)
+
+    def _read(self, token: bytes, signer: str, now: float) -> Access | str:
+        """As `check`, of a token whose signature is valid."""
+        parts = token.split(b".")
+        if len(parts) != _POINTS + 1 or parts[0] != VERSION:
+            return "this server does not support the token's version"
+        if parts[1] != signer.encode():
+            return _UNSIGNED
+        try:
+            said = msgspec.json.decode(base64.urlsafe_b64decode(parts[2] + b"=" * (-len(parts[2]) % 4)), type=Claims)
+            limits = (said.keys, said.bytes, said.sessions)
+            if not _ID.fullmatch(said.id) or min(limits) < 0:
+                raise ValueError
+            access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
+        except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            return "this server does not understand the token's contents"
+        if said.id in self.revoked:
+            return f"token {said.id} is revoked"
+        if said.expires and said.expires <= now:
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(0, said.expires)))
+            return f"token {said.id} expired at {when}"
+        return access
+
+
+class SharedTokens:
+    """Accepts some tokens as they are, whatever they say: those that the owner of a server has itself."""
+
+    def __init__(self, tokens: Iterable[bytes]) -> None:
+        self._digests = [hashlib.sha256(token).digest() for token in tokens]
+
+    def authenticate(self, token: bytes) -> Access | str:
+        """Return what a token allows, or why it is refused."""
+        digest = hashlib.sha256(token).digest()
+        known = [hmac.compare_digest(digest, one) for one in self._digests]
+        return Access(_SHARED) if any(known) else "it is not the token of the process that hosts this server"
+
+
+class HostTokens:
+    """What the server of a master checks tokens with: the keys in a file or, without one, some tokens themselves."""
+
+    def __init__(self, keys: str, tokens: frozenset[bytes], require_auth: str) -> None:
+        """`keys` is the absolute path of the file, or empty. `require_auth` is as for `serving.serve`."""
+        self.keys = keys
+        self.tokens = frozenset() if keys else tokens
+        self.require_auth = require_auth
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostTokens) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.keys, self.tokens, self.require_auth))
+
+    def checker(self) -> "TokenFiles | SharedTokens":
+        """Return what checks them. Raises OSError and ValueError."""
+        return TokenFiles(self.keys) if self.keys else SharedTokens(self.tokens)
+
+    def encode(self) -> bytes:
+        """Return one line for the process of the server, which nobody else must see."""
+        tokens = sorted(token.decode() for token in self.tokens)
+        return msgspec.json.encode((self.keys, tokens, self.require_auth)) + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> "HostTokens":
+        """Return what was encoded. Raises ValueError."""
+        keys, tokens, require_auth = msgspec.json.decode(line, type=tuple[str, list[str], str])
+        return cls(keys, frozenset(token.encode() for token in tokens), require_auth)
+
+
+def _encode(data: bytes) -> bytes:
+    return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+
+def _sign(secret: bytes, signed: bytes) -> bytes:
+    return _encode(hmac.digest(secret, signed, hashlib.sha256))
+
+
+def parse_keys(text: str, where: str) -> list[tuple[str, bytes]]:
+    """Return the ids and secrets of a key file: `id:secret` lines, comments that start with `#`, and empty lines.
+
+    Raises ValueError, which names the line but not its contents; `where` names the file.
+    """
+    keys: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, _, secret = line.partition(":")
+        if not _ID.fullmatch(name) or not secret:
+            raise ValueError(
+                f"{where}, line {number}: expected id:secret, with an id of up to 64 letters, digits, '-' and '_'"
+            )
+        if name in keys:
+            raise ValueError(f"{where}, line {number}: duplicate key id")
+        keys[name] = secret.encode()
+    if not keys:
+        raise ValueError(f"{where}: no keys")
+    return list(keys.items())
+
+
+def read_keys(path: str | os.PathLike[str], revoked: str | os.PathLike[str] | None = None) -> TokenKeys:
+    """Read a key file and, if given, a file with the id of a revoked token on each line. Raises OSError, ValueError."""
+    keys = parse_keys(read_secret(path, "the token key file"), os.fspath(path))
+    for name, secret in keys:
+        if len(secret) < _SHORT:
+            log.warning(
+                "the secret of key %s in %s is only %d bytes long, so anyone with a token can guess it: use at least "
+                "%d, for example from openssl rand -hex 32",
+                name,
+                os.fspath(path),
+                len(secret),
+                _SHORT,
+            )
+    return TokenKeys(keys, frozenset() if revoked is None else _read_revoked(revoked))
+
+
+def _read_revoked(path: str | os.PathLike[str]) -> frozenset[str]:
+    """Return the ids of tokens in a file. Raises OSError, and ValueError for what revokes nothing, such as a token."""
+    ids: set[str] = set()
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip().decode(errors="replace")
+            if not text or text.startswith("#"):
+                continue
+            if not _ID.fullmatch(text):
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: expected the id of a token, and nothing else on the line"
+                )
+            ids.add(text)
+    return frozenset(ids)
+
+
+class TokenFiles:
+    """What a server checks tokens with, read from files and read again when they change."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        revoked: str | os.PathLike[str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises OSError and ValueError."""
+        self._path = path
+        self._revoked = revoked
+        self._clock = clock
+        self._keys = read_keys(path, revoked)
+
+    def authenticate(self, token: bytes) -> Access | str:
+        """Return what a token allows, or why it is refused."""
+        return self._keys.check(token, self._clock())
+
+    def paths(self) -> list[str]:
+        """Return which files these are."""
+        return [os.fspath(path) for path in (self._path, self._revoked) if path is not None]
+
+    def describe(self) -> str:
+        """Return which keys there are, and how many tokens are revoked, for logs."""
+        keys = self._keys
+        names = ", ".join(name for name, _ in keys.keys)
+        return f"the token keys {names} and {counted(len(keys.revoked), 'revoked token')}"
+
+    def reload(self) -> Callable[[Access], str]:
+        """Read the files again. Raises OSError and ValueError, and then goes on with what it had.
+
+        Returns a function that says why a token that was accepted before would not be now, its expiry apart.
+        """
+        before = dict(self._keys.keys)
+        self._keys = read_keys(self._path, self._revoked)
+        after = dict(self._keys.keys)
+        revoked = self._keys.revoked
+
+        def ended(access: Access) -> str:
+            if access.identity in revoked:
+                return f"token {access.identity} is revoked"
+            if access.signer not in after or after[access.signer] != before.get(access.signer):
+                return f"the key {access.signer}, which signed token {access.identity}, has been removed or replaced"
+            return ""
+
+        return ended

@@ -1,0 +1,1 @@
+"""What everything rests on: errors, limits, addresses, deadlines, and how arguments are converted."""

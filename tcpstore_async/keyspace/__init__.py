@@ -1,0 +1,1 @@
+"""What commands mean: values, queues, waiters, joins and the agents of elastic jobs."""

@@ -1,0 +1,370 @@
+"""The commands by which the agents of elastic jobs meet.
+
+A connection that sends MEET represents an agent, and waits until `Rounds` has an answer for it. An agent that loses all
+its connections is removed at once. This module connects waiters with the rounds that they take part in, and answers
+many of them in portions. It does not know what makes a round complete.
+
+Invariants: a parked waiter is answered once. Nothing is kept for a waiter that is parked but its agent, and for an
+agent that has gone but its name, which `Rounds` counts, or `Ended` if it belongs to a job that ended successfully.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from struct import Struct
+from typing import Any, Final
+
+import msgspec
+
+from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
+from ..wire.values import PREFIX, Framed, unpack
+from .accounts import Account
+from .incremental import DeferredWork, UnparkFirst
+from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
+from .shared_requests import SharedRequests
+from .waiter_types import AWAITING_ROUND, IDLE, Waiter
+
+LOOK: Final = 0
+BEAT: Final = 1
+COMPLETE: Final = 2
+CLOSE: Final = 3
+LEAVE: Final = 4
+"""Actions of ATTEND."""
+
+DESCRIBE: Final = 1
+"""Argument of LOOK: a description of the rounds follows their state."""
+SUCCEEDED: Final = 1
+"""Argument of CLOSE: the workers of this agent have succeeded."""
+
+REMEMBERED_SECONDS: Final = 600.0
+MOST_REMEMBERED: Final = 1024
+"""How long it is remembered that a job has ended successfully, and of how many jobs."""
+
+MOST_NAMED: Final = 16
+"""Agents that a description names, and that are remembered of a job that has ended."""
+
+ENDED_BYTES: Final = 1024
+"""Bytes counted for a job that has ended, besides its key and the names of its agents."""
+
+_MAX_NAME: Final = PREFIX + 512
+"""Bytes of an agent's name, framed."""
+
+_REMOVED_AT_ONCE: Final = 100
+"""Silent agents that are removed in one step; each moves the references to those behind it."""
+
+_ANSWER: Final = Struct("<Q3q")
+_STATUS: Final = Struct("<Q6q")
+
+_NO_ROUNDS: Final[Status] = (0, 0, 0, 0, 0, 0)
+
+
+def _framed_answer(answer: Answer) -> Framed:
+    return _ANSWER.pack(_ANSWER.size - PREFIX, *answer)
+
+
+def _framed_status(status: Status, described: bytes = b"") -> Framed:
+    return _STATUS.pack(_STATUS.size - PREFIX + len(described), *status) + described
+
+
+def _texts(names: list[bytes]) -> list[str]:
+    return [name.decode(errors="replace") for name in names[:MOST_NAMED]]
+
+
+class Ended:
+    """A job that has ended successfully."""
+
+    def __init__(self, at: float, names: list[bytes], account: Account | None) -> None:
+        self.account = account
+        """That of the agent that has said so; None if nothing is counted for it."""
+        self.at = at
+        """In seconds of the server's clock."""
+        self.count: int = len(names)
+        """How many agents its last round had."""
+        self.names: list[bytes] = names[:MOST_NAMED]
+        """The first of them."""
+
+    def cost(self) -> int:
+        """Return the bytes counted for it, besides its key."""
+        return ENDED_BYTES + sum(map(len, self.names))
+
+
+class AgentRegistry(SharedRequests):
+    """The agents of one store. The base class of `Keyspace`."""
+
+    def __init__(self, max_size: int, portion: int) -> None:
+        super().__init__(max_size, portion)
+        self.rounds: dict[bytes, Rounds] = {}
+        """By key: the rounds in which agents meet."""
+        self.represented: dict[Waiter, Agent] = {}
+        """By waiter: the agent that it represents. (An attribute of all waiters would enlarge them.)"""
+        self.no_rounds: str = ""
+        """Why no more rounds are formed, if that is so."""
+        self.ended: OrderedDict[bytes, Ended] = OrderedDict()
+        """By key, oldest first: the jobs that have ended successfully, as far as that is remembered."""
+        self.clock: Callable[[], float] | None = None
+        """Returns the time, in seconds of the server's clock."""
+
+    def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
+        """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
+
+        Raises ProtocolError for numbers that make no sense, and after `end_rounds`.
+        """
+        self._require_idle(waiter)
+        if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
+            raise ProtocolError(
+                f"invalid MEET: {least} to {most} agents, name length {counted(len(name) - PREFIX, 'byte')}"
+            )
+        if self._needs_steps(waiter):
+            self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
+            return None
+        agent, rounds = self._find(key, name)
+        if self.no_rounds and (rounds is None or not rounds.closed):
+            raise ProtocolError(f"MEET: {self.no_rounds}")
+        if agent is None:
+            if rounds is not None and rounds.closed:
+                return _framed_answer((rounds.round, CLOSED, 0))
+            self._make_room(AGENT_BYTES + len(name) + (ROUNDS_BYTES + len(key) if rounds is None else 0))
+        if rounds is None:
+            rounds = self._add_rounds(key)
+        if agent is None:
+            agent = rounds.add(unpack(name))
+        self._represent(waiter, agent)
+        rounds.see(agent)
+        self._answer_first(agent)
+        agent.parked = None
+        answer = rounds.join(agent, least, most, left)
+        self.settle(rounds)
+        if answer is not None:
+            return _framed_answer(answer)
+        self._unpark(waiter)
+        waiter.state = AWAITING_ROUND
+        waiter.remaining = 1
+        agent.parked = waiter
+        return None
+
+    def attend(self, waiter: Waiter, key: bytes, name: Framed, action: int, number: int) -> Framed:
+        """Execute an action of an agent, unless there is no such agent; return the state of the rounds.
+
+        Raises ProtocolError for an action that there is not.
+        """
+        if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
+            raise ProtocolError(
+                f"invalid ATTEND: action {action}, argument {number}, name length {counted(len(name) - PREFIX, 'byte')}"
+            )
+        agent, rounds = self._find(key, name)
+        if rounds is None:
+            if action != CLOSE:
+                return _framed_status(_NO_ROUNDS)
+            self._make_room(ROUNDS_BYTES + len(key))
+            rounds = self._add_rounds(key)
+        if agent is not None:
+            self._represent(waiter, agent)
+            rounds.see(agent)
+        if action == CLOSE:
+            self._note_end(key, rounds, agent, number == SUCCEEDED)
+            rounds.close()
+        elif agent is not None:
+            if action == BEAT:
+                rounds.beat(agent)
+                if not rounds.expiring and not self.remove_silent(rounds, number):
+                    self.defer(RemoveSilent(self, rounds, number))
+            elif action == COMPLETE:
+                rounds.complete(agent, number)
+            elif action == LEAVE:
+                self._answer_first(agent)
+                rounds.leave(agent)
+        self.settle(rounds)
+        described = self._describe(key, rounds) if action == LOOK and number == DESCRIBE else b""
+        return _framed_status(rounds.status(agent), described)
+
+    def lose_agent(self, waiter: Waiter) -> None:
+        """Let the waiter represent its agent no more: if no other does, the agent has gone."""
+        agent = self.represented.pop(waiter)
+        if agent.parked is waiter:
+            agent.parked = None
+        agent.connections -= 1
+        if agent.connections == 0:
+            agent.rounds.remove(agent)
+            self.settle(agent.rounds)
+
+    def end_rounds(self, why: str) -> list[Waiter]:
+        """Form no more rounds; return who represents an agent whose rounds are not closed, for the caller to evict.
+
+        Agents of closed rounds may still read and write what they end with.
+        """
+        self.no_rounds = why
+        return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
+
+    def remove_silent(self, rounds: Rounds, missing: int) -> bool:
+        """Remove some of the agents of which nothing was seen for so many ticks; True if no more are left."""
+        for _ in range(_REMOVED_AT_ONCE):
+            agent = rounds.silent(missing)
+            if agent is None:
+                return True
+            self._answer_first(agent)
+            rounds.remove(agent)
+        return False
+
+    def forget_rounds(self, key: bytes) -> None:
+        """Forget the rounds under a key if they have no agents."""
+        rounds = self.rounds[key]
+        if not rounds.agents:
+            del self.rounds[key]
+            self.size -= len(key) + rounds.counted
+            self._forget_end(key)
+
+    def answer(self, due: Due, agent: Agent, rank: int) -> None:
+        """Answer an agent that is due, if it is parked and has not been removed."""
+        waiter = self._parked(agent)
+        if waiter is not None and (agent.group is due.group if due.closed < 0 else agent.group is not None):
+            self._fire_answer(agent, waiter, due.answer(rank))
+
+    def _note_end(self, key: bytes, rounds: Rounds, agent: Agent | None, succeeded: bool) -> None:
+        """Remember that a job has ended successfully if the first of its agents to end says so, and none has failed.
+
+        The agents of a round wait for each other at its end: one that has left it by then has failed, or was lost.
+        """
+        if rounds.standing(agent) != PARTICIPANT:
+            return
+        if not succeeded:
+            self._forget_end(key)
+        elif not rounds.closed and rounds.is_intact():
+            self._forget_old_ends()
+            ended = Ended(self._now(), rounds.group.names, self.account)
+            size = len(key) + ended.cost()
+            try:
+                self._make_room(size)
+            except (LimitError, NotAllowedError):
+                return  # closing must not fail for want of memory
+            self.ended[key] = ended
+            self.size += size
+
+    def _forget_end(self, key: bytes) -> None:
+        ended = self.ended.pop(key, None)
+        if ended is not None:
+            before = self.charge(ended.account)
+            self.size -= len(key) + ended.cost()
+            self.charge(before)
+
+    def _forget_old_ends(self) -> None:
+        """Forget the jobs that ended too long ago, and make room for one more."""
+        oldest = self._now() - REMEMBERED_SECONDS
+        while self.ended:
+            key, ended = next(iter(self.ended.items()))
+            if ended.at > oldest and len(self.ended) < MOST_REMEMBERED:
+                return
+            self._forget_end(key)
+
+    def _now(self) -> float:
+        return 0.0 if self.clock is None else self.clock()
+
+    def _describe(self, key: bytes, rounds: Rounds) -> bytes:
+        """Return who is in the current round, and how the job has ended if it did so successfully, as JSON."""
+        described: dict[str, Any] = {"agents": _texts(rounds.group.names)}
+        ended = self.ended.get(key)
+        since = 0.0 if ended is None else self._now() - ended.at
+        if ended is not None and since < REMEMBERED_SECONDS:
+            described["ended"] = {"since": round(since, 3), "count": ended.count, "agents": _texts(ended.names)}
+        return msgspec.json.encode(described)
+
+    def _find(self, key: bytes, name: Framed) -> tuple[Agent | None, Rounds | None]:
+        rounds = self.rounds.get(key)
+        return None if rounds is None else rounds.agents.get(unpack(name)), rounds
+
+    def _add_rounds(self, key: bytes) -> Rounds:
+        rounds = self.rounds[key] = Rounds()
+        self.size += len(key)
+        return rounds
+
+    def _represent(self, waiter: Waiter, agent: Agent) -> None:
+        before = self.represented.get(waiter)
+        if before is agent:
+            return
+        agent.connections += 1
+        if before is not None:
+            self.lose_agent(waiter)
+        self.represented[waiter] = agent
+
+    def _parked(self, agent: Agent) -> Waiter | None:
+        """Return the waiter that is to be answered for an agent, if it still awaits that."""
+        waiter: Waiter | None = agent.parked
+        if waiter is None or waiter.state != AWAITING_ROUND or self.represented.get(waiter) is not agent:
+            return None
+        return waiter
+
+    def _answer_first(self, agent: Agent) -> None:
+        """Give an agent the answer that `AnswerAgents` may have for it: what follows makes that impossible."""
+        if self.working:
+            waiter = self._parked(agent)
+            if waiter is not None:
+                self.resolve(waiter)
+
+    def settle(self, rounds: Rounds) -> None:
+        """Count what rounds have grown by, and answer the agents that are due."""
+        self.size += rounds.size - rounds.counted
+        rounds.counted = rounds.size
+        caller = rounds.caller
+        if rounds.called and caller is not None:
+            waiter = self._parked(caller)
+            if waiter is not None:
+                rounds.called = False
+                self._fire_answer(caller, waiter, (rounds.round, LAST_CALL, rounds.calls))
+        while rounds.due:
+            due = rounds.due.pop(0)
+            if len(due.agents) > self.portion:
+                self.defer(AnswerAgents(self, due))
+            else:
+                for rank, agent in enumerate(due.agents):
+                    self.answer(due, agent, rank)
+
+    def _fire_answer(self, agent: Agent, waiter: Waiter, answer: Answer) -> None:
+        agent.parked = None
+        waiter.state = IDLE
+        waiter.remaining = 0
+        waiter.fire(_framed_answer(answer))
+
+
+class AnswerAgents(DeferredWork):
+    """Answer the agents of a group that are parked."""
+
+    def __init__(self, registry: AgentRegistry, due: Due) -> None:
+        self.registry = registry
+        self.due = due
+        self.at: int = 0
+
+    def step(self, most: int) -> bool:
+        agents = self.due.agents
+        stop = min(self.at + most, len(agents))
+        for rank in range(self.at, stop):
+            self.registry.answer(self.due, agents[rank], rank)
+        self.at = stop
+        return stop == len(agents)
+
+    def resolve(self, waiter: Waiter) -> None:
+        agent = self.registry.represented.get(waiter)
+        if agent is not None and waiter.state == AWAITING_ROUND:
+            if self.due.closed >= 0:
+                if agent.rounds is self.due.rounds:
+                    self.registry.answer(self.due, agent, 0)
+            elif agent.group is self.due.group:
+                self.registry.answer(self.due, agent, self.due.group.rank(agent))
+
+
+class RemoveSilent(DeferredWork):
+    """Remove the other agents of which nothing was seen for so many ticks."""
+
+    def __init__(self, registry: AgentRegistry, rounds: Rounds, missing: int) -> None:
+        self.registry = registry
+        self.rounds = rounds
+        self.missing = missing
+        self.account = registry.account
+        """That of the agent whose beat this follows from."""
+        rounds.expiring = True
+
+    def step(self, most: int) -> bool:
+        registry = self.registry
+        before = registry.charge(self.account)
+        self.rounds.expiring = not registry.remove_silent(self.rounds, self.missing)
+        registry.settle(self.rounds)
+        registry.charge(before)
+        return not self.rounds.expiring

@@ -1,0 +1,1 @@
+"""Sessions that outlive a connection, and many sessions over one."""

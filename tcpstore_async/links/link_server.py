@@ -1,0 +1,438 @@
+"""The server's end of one link: what each frame does, and what happens while there is no connection.
+
+Without I/O, as the sessions themselves are. It must not know how bytes travel, what time it is, or what other links
+there are: it asks its registry.
+
+Invariants: a frame that must not be ends the link. The sessions of a link whose connection broke stay for the grace
+period, during which no item of a queue is offered to them. Everything that a link holds is counted in the budget, as
+the session's whose it is or as the link's own.
+"""
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from ..auth.access import Access
+from ..base.addresses import format_address, is_loopback
+from ..base.errors import BudgetError, PeerError, ProtocolError, counted
+from ..base.limits import Limits
+from ..session.budget import SESSION_BYTES, Holder
+from ..session.server import ServerSession, printable
+from ..wire.codecs import Handler, PartialRequest
+from ..wire.link import (
+    CLOSE,
+    CREDIT,
+    DATA,
+    DESCRIBE,
+    DESCRIPTION_BYTES,
+    END_OF_FILE,
+    LINK,
+    LOST,
+    MAX_CREDIT,
+    OPEN,
+    REFUSED,
+    U16,
+    U32,
+)
+from .link import Link
+from .linked_session import LinkedSession
+from .passed_over import PassedOver
+
+if TYPE_CHECKING:
+    from .link_registry import LinkRegistry
+
+LINK_BYTES: Final = 3 * SESSION_BYTES
+"""Bytes counted for a link without sessions."""
+
+_MAX_TEXT: Final = 256
+_OF_ADDRESSES: Final = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.:%_-"
+"""Bytes of addresses, which may name an interface."""
+
+_MAX_HOSTS: Final = 64
+
+
+class LinkInput(PartialRequest):
+    """What follows LINK: a request without end."""
+
+    def __init__(self, link: "ServerLink", carrier: ServerSession) -> None:
+        self.at = 0
+        self.items = []
+        self.endless = True
+        self.link: ServerLink | None = link
+        """None once the link goes on elsewhere, or has ended."""
+        self.carrier = carrier
+
+    def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        link = self.link
+        if link is None:
+            raise ProtocolError("frames after the end of the link")
+        try:
+            self.at, need = link.take_some(data, at, end)
+        except PeerError as error:
+            link.end(str(error))
+            raise
+        evicted = self.carrier.engine.evicted
+        if evicted:
+            refusal = evicted.get(self.carrier)
+            try:
+                if refusal is not None:  # by what one of its sessions did
+                    raise refusal
+            finally:
+                del refusal
+        return self, -need
+
+    def held(self) -> int:
+        return 0
+
+    def abandon(self) -> None:
+        link = self.link
+        self.link = None
+        if link is not None:
+            link.detach()
+
+
+class _LinkMemory(Holder):
+    """A link as the budget sees it: `held` are the bytes of its frames that its client has not acknowledged."""
+
+    def __init__(self, link: "ServerLink") -> None:
+        super().__init__()
+        self.link = link
+
+    def introduction_bytes(self) -> int:
+        return 0
+
+    def evict(self, error: BudgetError) -> None:
+        self.link.drop_carrier(error)
+        self.link.end(str(error))
+
+
+class ServerLink(Link):
+    """The server's end of one link."""
+
+    def __init__(self, registry: "LinkRegistry", identity: bytes, secret: bytes, place: bytes) -> None:
+        super().__init__()
+        self.registry = registry
+        self.identity = identity
+        self.secret = secret
+        self.place = place
+        """Which relay this is: a link of the same place takes the place of this one."""
+        self.seat = ("", place)
+        """The same, with the id of its token."""
+        self.granted = False
+        """Whether its connection has authenticated."""
+        self.access: Access | None = None
+        """What the connection, and with it its sessions, may do, if it has; None for everything."""
+        self.attempt: int = 0
+        """Of the LINKs for this link, the highest number; 0 if they have none."""
+        self.carrier: ServerSession | None = None
+        """The session of the connection, if there is one."""
+        self.sessions: dict[int, LinkedSession] = {}
+        """By number."""
+        self.over = False
+        """Whether it has ended, though some of its sessions may still have to be closed."""
+        self.noted = False
+        """Whether the registry will close the next batch."""
+        self.host: str = ""
+        """Of the connection, the last one if there is none."""
+        self.attached_at: float = 0.0
+        """Since when there is a connection, in seconds of the server's clock."""
+        self._last_opened: int = 0
+        self._waiting: deque[LinkedSession] = deque()
+        """Sessions with replies that did not fit; in rotation each sends a piece."""
+        self.passed = PassedOver(registry)
+        """Queues for which its sessions were passed over while there was no connection."""
+        self._taking = False
+        self._heard: float = registry.now
+        self._sent: float = registry.now
+        self._lost: float = registry.now
+        self._hosts: dict[bytes, str] = {}
+        """By address of a rank, its host for the log."""
+        self._memory = _LinkMemory(self)
+        registry.engine.budget.enter(self._memory, LINK_BYTES)
+
+    def __str__(self) -> str:
+        place = f" of {printable(self.place)}" if self.place else ""
+        return f"the link{place} from {self.host} ({counted(len(self.sessions), 'session')})"
+
+    # The connection
+
+    def can_resume(self, taken: int, told: int) -> bool:
+        """Return whether both ends still have what the other has not taken."""
+        return self.peer_taken() <= taken <= self.number and told <= self.taken
+
+    def attach(self, carrier: ServerSession, taken: int) -> None:
+        """Go on with a connection."""
+        self.connect(taken)
+        self.carrier = carrier
+        self.host = carrier.host
+        carrier.partial = LinkInput(self, carrier)
+        self.attached_at = self.registry.time()
+        self._heard = self._sent = self.registry.now
+        self.note()
+        self.passed.connect()
+        for linked in self.sessions.values():
+            linked.session.came_back()
+
+    def detach(self) -> None:
+        """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
+        self.carrier = None
+        self.passed.connected = False
+        self.disconnect()
+        self._lost = self.registry.time()
+        if self.registry.stopping:
+            self.end("the server is stopping")
+
+    def drop_carrier(self, error: PeerError) -> None:
+        """Have the connection closed, if there is one; the link goes on without."""
+        carrier = self._release_carrier()
+        if carrier is not None:
+            carrier.evict(error)
+
+    def _release_carrier(self) -> ServerSession | None:
+        """Do without the connection, which stays; return its session, if there is one."""
+        carrier = self.carrier
+        if carrier is not None:
+            partial = carrier.partial
+            assert isinstance(partial, LinkInput)
+            partial.link = None
+            self.detach()
+        return carrier
+
+    def end(self, reason: str) -> None:
+        """End the link, have its connection closed, and end its sessions soon."""
+        if self.over:
+            return
+        self.over = True
+        self.drop_carrier(ProtocolError("its link has ended"))
+        registry = self.registry
+        del registry.links[self.identity]
+        if registry.places.get(self.seat) is self:
+            del registry.places[self.seat]
+        registry.engine.budget.forget(self._memory, LINK_BYTES)
+        self.forget()
+        self._waiting.clear()
+        if self.sessions:
+            if registry.on_end is not None:
+                registry.on_end(self, reason)
+            registry.end_later(self)
+
+    def close_some(self, most: int) -> bool:
+        """Close sessions of a link that is over, at most so many. Returns whether that is done."""
+        for linked in list(islice(self.sessions.values(), most)):
+            linked.close()
+        return not self.sessions
+
+    def say_end(self) -> None:
+        """Send CLOSE for the link, and end it; its connection stays."""
+        carrier = self.carrier
+        if carrier is not None:
+            self.add(CLOSE, LINK, LOST)
+            self._move_out(carrier)
+            if self._release_carrier() is not None:
+                self.registry.engine.pending_flush.append(carrier)
+        self.end("the server is stopping")
+
+    # In
+
+    def take_some(self, data: bytes, at: int, end: int) -> tuple[int, int]:
+        """Handle frames, and put what they result in into the output of the connection's session."""
+        carrier = self.carrier
+        assert carrier is not None
+        self._heard = self.registry.now
+        self._taking = True
+        try:
+            most = 0 if carrier.unsent > carrier.engine.limits.unsent_high_water else self.registry.portion
+            at, need = self.take(data, at, end, most)
+        finally:
+            self._taking = False
+        if self.carrier is carrier:
+            self._move_on()
+            self._move_out(carrier)
+        else:
+            self._count()
+        return at, need
+
+    def handle(self, kind: int, session: int, payload: bytes) -> None:
+        if kind in (DATA, CREDIT):
+            linked = self.sessions.get(session)
+            if linked is None:
+                if session > self._last_opened or not session:
+                    raise ProtocolError(f"frame for session {session}, which was not opened")
+            elif kind == DATA:
+                linked.receive(payload)
+            elif len(payload) == 4:
+                linked.credit += U32.unpack(payload)[0]
+                if linked.credit > MAX_CREDIT:
+                    raise ProtocolError(f"credit of {linked.credit} bytes (max {MAX_CREDIT})")
+                if linked.waiting:
+                    self._wait(linked)
+            else:
+                raise ProtocolError(f"CREDIT with a payload of {counted(len(payload), 'byte')}")
+        elif kind == OPEN:
+            self._open(session, payload)
+        elif kind == CLOSE:
+            self._close(session, payload)
+        elif kind == DESCRIBE:
+            self._describe(session, payload)
+        else:
+            raise ProtocolError(f"unexpected frame of kind {kind}")
+
+    def _open(self, session: int, payload: bytes) -> None:
+        if session <= self._last_opened:
+            raise ProtocolError(f"OPEN for session {session}, but the last session opened was {self._last_opened}")
+        if not 2 < len(payload) <= _MAX_TEXT:
+            raise ProtocolError(f"OPEN for session {session} with a payload of {counted(len(payload), 'byte')}")
+        self._last_opened = session
+        registry = self.registry
+        engine = registry.engine
+        host = self._hosts.get(payload[2:])
+        if host is None:
+            host = self._host(payload[2:])
+        port = U16.unpack_from(payload)[0]
+        if registry.sessions >= engine.limits.sessions or registry.stopping:
+            self.add(CLOSE, session, REFUSED)
+            if registry.on_refused is not None and not registry.stopping:
+                registry.on_refused(host, port)
+            return
+        crowded = engine.crowded(self.access)
+        if crowded:
+            registry.refuse(self.host, format_address(host, port), crowded)
+            self.add(CLOSE, session, REFUSED)
+            return
+        registry.sessions += 1
+        linked = self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
+        if self.granted:
+            linked.session.grant_access(self.access)
+            registry.make_way(linked.session)
+        if self.over:  # the session was one too many for the budget
+            registry.end_later(self)
+
+    def _describe(self, session: int, payload: bytes) -> None:
+        if session > self._last_opened or not session or len(payload) > DESCRIPTION_BYTES:
+            raise ProtocolError(f"DESCRIBE for session {session} with a payload of {counted(len(payload), 'byte')}")
+        linked = self.sessions.get(session)
+        if linked is not None:
+            pairs = [pair.partition(b"=") for pair in payload.split(b"\0")]
+            linked.session.describe({printable(name): printable(text) for name, _, text in pairs})
+
+    def _host(self, address: bytes) -> str:
+        """Return the host of a rank with this address there: the peer's host, unless the relay serves other hosts.
+
+        Of an address that is none, too: it would be the beginning of lines in the log.
+        """
+        host = "" if address.translate(None, _OF_ADDRESSES) else address.decode()
+        if not host or is_loopback(host):
+            host = self.host
+        if len(self._hosts) < _MAX_HOSTS:
+            self._hosts[address] = host
+        return host
+
+    def _close(self, session: int, payload: bytes) -> None:
+        if session > self._last_opened or payload not in (END_OF_FILE, LOST, REFUSED):
+            raise ProtocolError(f"CLOSE for session {session} with reason {payload!r}")
+        if session == LINK:
+            carrier = self._release_carrier()
+            if carrier is not None:
+                self.registry.close_later(carrier)
+            self.end("its client has closed it")
+            return
+        linked = self.sessions.get(session)
+        if linked is not None:
+            linked.ended = True
+            if payload == END_OF_FILE:
+                linked.close_if_done()
+            else:
+                linked.close()
+
+    # Out
+
+    def note(self) -> None:
+        """Have the frames sent that were added outside of `take_some`."""
+        if not self.noted and not self._taking and not self.over:
+            self.noted = True
+            self.registry.send_later(self)
+
+    def send(self) -> int:
+        """Put what was added into the output of the connection's session. Return how many sessions had waited."""
+        if self.over:
+            return 0
+        count = self._move_on()
+        carrier = self.carrier
+        if carrier is None:
+            self.close_batch()
+            self._count()
+        elif self._move_out(carrier):
+            self.registry.engine.pending_flush.append(carrier)
+        return count
+
+    def _move_out(self, carrier: ServerSession) -> bool:
+        """Close the batch and move it to the connection's session. Returns whether there is anything to send."""
+        self.close_batch()
+        out = self.out
+        if out:
+            self.out = []
+            for batch in out:
+                carrier.out.append(batch)
+                carrier.unsent += len(batch)
+            self._sent = self.registry.now
+        self._count()
+        return len(out) > 0
+
+    def _count(self) -> None:
+        """Count in the budget what the link holds, and have it evict a peer, perhaps this one, if that is too much."""
+        memory = self._memory
+        growth = 0 if self.over else self.held_bytes() - memory.held
+        if growth:
+            budget = self.registry.engine.budget
+            memory.held += growth
+            budget.charge(growth)
+            if growth > 0:
+                try:
+                    budget.relieve(memory)
+                except BudgetError as error:
+                    memory.evict(error)
+
+    def wait(self, linked: "LinkedSession") -> None:
+        """Let a session send what did not fit, when there is credit and space, after the others that wait."""
+        if not linked.waiting:
+            linked.waiting = True
+            if linked.credit > 0:
+                self._wait(linked)
+
+    def _wait(self, linked: "LinkedSession") -> None:
+        if not linked.in_turn:
+            linked.in_turn = True
+            self._waiting.append(linked)
+            self.note()
+
+    def _move_on(self) -> int:
+        """Let sessions that wait send a piece each, in rotation, while there is space; return how many.
+
+        What exceeds a portion is left for later.
+        """
+        waiting = self._waiting
+        count = 0
+        while waiting and self.has_room():
+            if count >= self.registry.portion:
+                self.note()
+                break
+            count += 1
+            linked = waiting.popleft()
+            linked.in_turn = False
+            if linked.send_piece():
+                linked.in_turn = True
+                waiting.append(linked)
+        return count
+
+    # Time
+
+    def tick(self, now: float) -> None:
+        registry = self.registry
+        if self.carrier is None:
+            if now - self._lost >= registry.grace:
+                self.end(f"it had no connection for {now - self._lost:.0f} s")
+        elif now - self._heard >= 3 * registry.keep_alive:
+            self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
+        elif now - self._sent >= registry.keep_alive:
+            self.acknowledge()
+            self.send()

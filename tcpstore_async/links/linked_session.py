@@ -1,0 +1,231 @@
+"""Moving the bytes of one session on a link, as far as there is credit for them.
+
+It knows credit, and what waits for it. It must not know what a frame looks like, or that a link breaks: to a session
+whose link has no connection, nothing is sent, and that is all.
+
+Invariant: a session on a link behaves as one on a connection of its own. What it does wrong, or what its rank does not
+read, concerns no other.
+"""
+
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from ..base.errors import PeerError, ProtocolError
+from ..session.server import NO_COMMANDS, Engine, Transport
+from ..session.unsent import first_bytes
+from ..wire.link import (
+    CLOSE,
+    CREDIT,
+    LOST,
+    PIECE_BYTES,
+    REPLY_CREDIT_BYTES,
+    REQUEST_CREDIT_BYTES,
+    U32,
+    VALUE_CREDIT_BYTES,
+)
+from ..wire.values import length
+
+if TYPE_CHECKING:
+    from .link_server import ServerLink
+
+_STEP_COST: Final = 250
+"""What a step of a long command costs, compared with a frame."""
+
+
+class LinkedSession(Transport):
+    """Moves the bytes of one session on a link, as far as there is credit for them."""
+
+    def __init__(self, engine: Engine, link: "ServerLink", number: int, host: str, port: int, now: float) -> None:
+        self.link = link
+        self.number = number
+        self.credit: int = REPLY_CREDIT_BYTES
+        """Bytes that may be sent."""
+        self.allowed: int = REQUEST_CREDIT_BYTES
+        """Bytes that may be received."""
+        self.low: int = REQUEST_CREDIT_BYTES // 2
+        """Once `allowed` is no more than this, the rank gets credit."""
+        self.waiting = False
+        """Whether replies did not fit: they are in the session's backlog."""
+        self.in_turn = False
+        """Whether the link will have it send a piece: if it waits, and has credit."""
+        self.queued = False
+        """Whether the registry will have it go on."""
+        self.ended = False
+        """Whether the rank sends no more."""
+        self.closed = False
+        super().__init__(engine, host, port, now)
+
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+        return self.link.passed.pass_over(engine, queue)
+
+    def awaited_since(self) -> float:
+        link = self.link
+        return inf if link.carrier is None else max(self.session.connected_at, link.attached_at)
+
+    def shares_connection(self) -> bool:
+        return True
+
+    # In
+
+    def receive(self, payload: bytes) -> None:
+        """Execute what has arrived, or hold it back if requests before it are."""
+        session = self.session
+        self.allowed -= len(payload)
+        if self.allowed < 0:
+            raise ProtocolError(f"DATA for session {self.number} exceeds its credit")
+        if self.ended or session.table is NO_COMMANDS:
+            return
+        try:
+            if session.stalled():
+                session.hold_back(payload)
+            else:
+                self._execute(payload)
+        except PeerError as error:
+            self._fail(error)
+        except Exception:
+            self.link.registry.fail(self)
+
+    def go_on(self) -> int:
+        """Execute what was held back. Returns what that cost, compared with a frame."""
+        session = self.session
+        if self.closed or not session.stalled() or session.table is NO_COMMANDS:
+            return 1
+        buffer = session.input_buffer
+        cost = 1 + (0 if buffer is None else len(buffer) >> 6)
+        if session.incremental is not None:
+            cost = _STEP_COST
+        try:
+            self._execute(b"")
+        except PeerError as error:
+            self._fail(error)
+        except Exception:
+            self.link.registry.fail(self)
+        return cost
+
+    def _execute(self, payload: bytes) -> None:
+        session = self.session
+        session.receive(payload)
+        if session.out:
+            self.flush()
+        if not session.stalled():
+            self._settle()
+        elif session.incremental is not None or session.unsent <= session.engine.limits.unsent_high_water:
+            self.link.registry.go_on_later(self)
+
+    def _fail(self, error: PeerError) -> None:
+        """Send the replies to earlier requests, let go of everything, and have the session closed."""
+        self._send_rest()
+        self.session.evict(error)
+
+    def _send_rest(self) -> None:
+        """Send what there is credit for, of a session that will be closed."""
+        session = self.session
+        backlog = session.backlog
+        while backlog is not None and self.credit > 0:
+            piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+            self.credit -= len(piece)
+            self.link.add_data(self.number, piece)
+            if backlog.took(len(piece)):
+                backlog = session.backlog = None
+        if backlog is None and session.out:
+            self.link.add_data(self.number, b"".join(first_bytes(session.out, self.credit)))
+
+    def _settle(self) -> None:
+        """Allow the rank to send more, or close what it has ended."""
+        if self.ended:
+            self.close_if_done()
+        elif self.allowed <= self.low:
+            self._allow_more()
+
+    def _allow_more(self) -> None:
+        """Give credit for commands, and for the missing part of a long value."""
+        session = self.session
+        value = session.large_value()
+        kept = session.input_buffer
+        missing = 0
+        if value is not None:
+            missing = value.size - value.filled
+        elif kept is not None:
+            missing = session.need - len(kept)
+        most = min(REQUEST_CREDIT_BYTES + max(missing, 0), VALUE_CREDIT_BYTES)
+        self.low = most // 2
+        if self.allowed <= self.low:
+            self.link.add(CREDIT, self.number, U32.pack(most - self.allowed))
+            self.link.note()
+            self.allowed = most
+
+    def close_if_done(self) -> None:
+        """Close, unless requests or replies are still under way."""
+        session = self.session
+        if session.out:
+            self.flush()
+        if not session.stalled() and session.backlog is None:
+            self.close()
+
+    # Out
+
+    def flush(self) -> None:
+        session = self.session
+        out = session.out
+        if not out:
+            return
+        size = session.unsent
+        link = self.link
+        evicted = session.engine.evicted
+        if link.over or (evicted and session in evicted):
+            session.unsent -= length(out)
+        elif session.backlog is not None:
+            session.keep_unsent(out, 0)
+        elif size <= self.credit and size <= PIECE_BYTES and link.has_room():
+            self.credit -= size
+            session.unsent = 0
+            reply = out[0] if len(out) == 1 else b"".join(out)
+            link.add_data(self.number, reply if isinstance(reply, bytes) else bytes(reply))
+            link.note()
+        else:
+            session.keep_unsent(out, 0)
+            link.wait(self)
+        out.clear()
+
+    def wake(self, reply: bytes) -> bool:
+        session = self.session
+        link = self.link
+        if session.unsent or len(reply) > self.credit or link.over or session.engine.evicted or not link.has_room():
+            return False
+        self.credit -= len(reply)
+        link.add_data(self.number, reply)
+        link.note()
+        return True
+
+    def send_piece(self) -> bool:
+        """Send a piece of what did not fit. Returns whether there is more, and credit for it."""
+        session = self.session
+        backlog = session.backlog
+        if backlog is None:
+            self.waiting = False
+            return False
+        piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+        self.credit -= len(piece)
+        session.unsent -= len(piece)
+        self.link.add_data(self.number, piece)
+        if not backlog.took(len(piece)):
+            return self.credit > 0
+        session.backlog = None
+        self.waiting = False
+        if session.stalled():
+            self.link.registry.go_on_later(self)
+        else:
+            self._settle()
+        return False
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        link = self.link
+        del link.sessions[self.number]
+        link.registry.sessions -= 1
+        self.session.leave()
+        if not link.over:
+            link.add(CLOSE, self.number, LOST)
+            link.note()

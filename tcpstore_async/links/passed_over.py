@@ -1,0 +1,60 @@
+"""Queues whose items were not offered to sessions without a connection, and are offered when they have one again.
+
+Invariant: no item is offered to a session that nobody may come back for, and none is forgotten when somebody does.
+"""
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ..session.server import Engine
+    from .link_registry import LinkRegistry
+
+_PASSED_SHIFT: Final = 4
+"""Sixteen sessions are passed over in the time in which one is offered an item."""
+
+
+class PassedOver:
+    """The queues of one link."""
+
+    def __init__(self, registry: "LinkRegistry") -> None:
+        self.registry = registry
+        self.connected = False
+        """Whether the link has a connection."""
+        self.queues: dict[tuple[Engine, bytes], None] = {}
+        """Each with the engine of its store."""
+
+    def pass_over(self, engine: "Engine", queue: bytes) -> bool:
+        """Return whether no item of a queue must be offered to a session now; see `Waiter.pass_over`."""
+        if self.connected:
+            return False
+        self.queues[engine, queue] = None
+        self.registry.passed_over += 1
+        return True
+
+    def connect(self) -> None:
+        """There is a connection: offer soon what was not offered."""
+        self.connected = True
+        if self.queues:
+            self.registry.offer_later(self)
+
+    def offer_some(self, most: int) -> bool:
+        """Offer items, at most so many. Returns whether that is done.
+
+        The sessions of other links, which these items pass over in turn, cost time too.
+        """
+        registry = self.registry
+        most += registry.passed_over >> _PASSED_SHIFT
+        for place in list(islice(self.queues, registry.portion)):
+            if not self.connected:
+                return True
+            engine, queue = place
+            engine.activate()
+            while engine.keyspace.offer(queue):
+                most -= 1
+                if most <= registry.passed_over >> _PASSED_SHIFT:
+                    return False
+            del self.queues[place]
+            if most <= registry.passed_over >> _PASSED_SHIFT:
+                break
+        return not self.queues

@@ -1,0 +1,1 @@
+"""What is known about a running store, for those who look in."""

@@ -1,0 +1,503 @@
+"""Answers MISSING: which keys are missing, which existing ones are most like them, and which ranks have not come.
+
+It asks the keyspace and, if the engine is observed, its history. It must not know how bytes travel or what becomes of
+an answer. Nothing here changes what is stored, or what anybody waits for.
+
+Invariants: a step takes no longer than a command with 1,000 keys. Identical questions at the same time have one answer,
+and one thorough search runs at a time, so what it costs does not grow with the number of peers whose time is up; beyond
+`_MOST_QUEUED` others are answered from what takes few look-ups. Nobody learns of keys that its token is not for.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from ..auth.access import Access
+from ..base.errors import ProtocolError
+from ..base.keys import describe_wait, readable
+from ..keyspace.incremental import IncrementalCommand
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
+from ..wire.commands import WORKERS_KEY
+from ..wire.values import PREFIX, Framed, pack, unpack
+from .history import NEVER, History, counter_of
+from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
+from .similar_keys import Family, Search, family_of
+
+if TYPE_CHECKING:
+    from ..session.server import Engine, ServerSession
+
+MOST_ASKED: Final = 1000
+"""Keys of one question."""
+
+_DESCRIBED: Final = 4
+"""Missing keys for which the nearest ones are looked for."""
+
+_INDICES: Final = 100
+"""Missing keys that are listed."""
+
+_SCANNED: Final = 16_384
+"""Existing keys that are looked at, the newest ones: a key that nobody will write is awaited beside such."""
+
+_LONGEST_KEY: Final = 512
+"""Characters of a key above which none is looked for that is like it, and it is not looked at."""
+
+_LETTERS: Final = 100
+_LONGEST: Final = 128
+"""Texts that are compared letter by letter, and how many characters they have at most."""
+
+_RANKS: Final = 256
+"""Missing ranks that are listed."""
+
+_MOST_EXPECTED: Final = 1_048_576
+"""Arrivals that are expected above which the missing ranks are not looked for."""
+
+_MOST_OTHERS: Final = 1024
+"""Sessions of unknown rank above which those that are missing are not looked for."""
+
+_ELSEWHERE: Final = 8
+"""Missing ranks of which it is said what they do."""
+
+_PORTION: Final = 500
+_PORTION_BYTES: Final = 32_768
+"""Keys, or sessions, of one step, and bytes of such keys: one may have thousands of numbers."""
+
+_MOST_QUEUED: Final = 8
+"""Questions that wait for a thorough search, besides the one that is searched for."""
+
+_KEPT: Final = 8
+"""Questions whose answers are kept, for as long as they cannot have changed: few, as all are forgotten in one step."""
+
+_KEPT_BYTES: Final = 65_536
+"""Bytes of the keys of such a question; a longer one is answered for each peer by itself."""
+
+_MOST_DIGITS: Final = 9
+
+_MISSING: Final = "MISSING"
+
+Items = list[tuple[bytes, Framed]]
+
+
+class Questions:
+    """The questions of one engine that are being answered, and those that have just been."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self.searching: Question | None = None
+        """The one that is searched for thoroughly."""
+        self.queued: int = 0
+        """How many wait for that."""
+        self._known: dict[tuple[object, ...], Question] = {}
+        self._changes: int = -1
+        self._now: float = -1.0
+
+    def ask(self, session: "ServerSession", items: Items) -> Framed | None:
+        """Return the answer if it takes one step, or None if the session has to go on with the command.
+
+        Raises ProtocolError for more keys than one may ask for, and for an expected number that is none.
+        """
+        if len(items) > MOST_ASKED:
+            raise ProtocolError(f"MISSING with {len(items)} keys (max {MOST_ASKED})")
+        size = 0
+        for key, expected in items:
+            if len(expected) > PREFIX:
+                _number(expected)
+            size += len(key)
+        engine = self.engine
+        now = -1.0 if engine.history is None else engine.history.now
+        if engine.keyspace.changes != self._changes or now != self._now or len(self._known) >= _KEPT:
+            self._changes, self._now = engine.keyspace.changes, now
+            self._known = {key: known for key, known in self._known.items() if not known.done}
+            if len(self._known) >= _KEPT:
+                self._known = {}
+        access = engine.granted.get(session)
+        if size > _KEPT_BYTES:
+            question = Question(self, access, items)
+        else:
+            identity: tuple[object, ...] = (access, *items)
+            known = self._known.get(identity)
+            if known is None:
+                known = self._known[identity] = Question(self, access, items)
+            question = known
+        question.askers += 1
+        command = Ask(question)
+        if command.step(_PORTION):
+            answer: Framed = command.result
+            return answer
+        engine.keyspace.incremental = command
+        return None
+
+    def forget(self, question: "Question") -> None:
+        """Nobody waits for an answer any more."""
+        self._known = {key: known for key, known in self._known.items() if known is not question}
+
+
+class Ask(IncrementalCommand):
+    """The MISSING of one peer, which may share a question with others."""
+
+    def __init__(self, question: "Question") -> None:
+        super().__init__()
+        self.question = question
+        self.keeps = True
+
+    def step(self, most: int) -> bool:
+        if not self.question.step():
+            return False
+        self.question.askers -= 1
+        self.result = self.question.answer
+        return True
+
+    def abandon(self) -> None:
+        self.question.askers -= 1
+        if not self.question.askers:
+            self.question.give_up()
+
+
+class Question:
+    """What is asked by one peer, or by several in the same words."""
+
+    def __init__(self, questions: Questions, access: Access | None, items: Items) -> None:
+        self.askers: int = 0
+        """How many wait for the answer."""
+        self.done = False
+        self.answer: Framed = b""
+        self._questions = questions
+        self._keyspace: Keyspace = questions.engine.keyspace
+        self._history: History | None = questions.engine.history
+        self._access = access
+        self._keys: list[bytes] = []
+        self._counter = b""
+        self._expected: int = 0
+        for key, expected in items:
+            if len(expected) > PREFIX:
+                self._counter, self._expected = key, _number(expected)
+            else:
+                self._keys.append(key)
+        self._queued = False
+        self._work = self._find()
+
+    def step(self) -> bool:
+        """Go on; True once there is an answer."""
+        if self.done:
+            return True
+        for _ in self._work:
+            return False
+        self._end()
+        return True
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self.done:
+            self._end()
+            self._questions.forget(self)
+
+    def _end(self) -> None:
+        self.done = True
+        self._work = iter(())
+        self._keys = []
+        self._let_others_search()
+
+    def _let_others_search(self) -> None:
+        if self._questions.searching is self:
+            self._questions.searching = None
+        if self._queued:
+            self._queued = False
+            self._questions.queued -= 1
+
+    def _find(self) -> Iterator[None]:
+        absent = self._absent()
+        wanted = {at: readable(self._keys[at]) for at in absent[:_DESCRIBED]}
+        wanted = {at: name for at, name in wanted.items() if len(name) <= _LONGEST_KEY}
+        search = Search(list(wanted.values()), self._exists, similar=_LETTERS, longest=_LONGEST)
+        arrived = self._arrived()
+        ranks: list[int] = []
+        more = 0
+        elsewhere: list[Elsewhere] = []
+        if absent or (arrived is not None and arrived < self._expected):
+            thorough = self._questions.searching is None or self._questions.queued < _MOST_QUEUED
+            if thorough:
+                self._queued = self._questions.searching is not None
+                self._questions.queued += self._queued
+                while self._questions.searching is not None:
+                    yield
+                self._let_others_search()
+                self._questions.searching = self
+                if wanted:
+                    yield from self._scan(search)
+                if self._history is not None:
+                    who = _WhoIsMissing(self._history, self._access)
+                    if arrived is not None and arrived < self._expected:
+                        yield from who.from_counter(self._counter, arrived, self._expected)
+                    elif arrived is None and (counter := self._counter_of_the_key()):
+                        yield from who.from_counter(counter, self._value_of(counter), 0)
+                    elif arrived is None:
+                        yield from who.from_keys(self._keys, absent)
+                    yield from who.find_elsewhere()
+                    ranks, more, elsewhere = who.ranks, who.more, who.elsewhere
+                # Others may have written and deleted keys meanwhile, even those who share this question.
+                before = absent, arrived
+                absent, arrived = self._absent(), self._arrived()
+                if (absent, arrived) != before:
+                    ranks, more, elsewhere = [], 0, []
+        report = Report(
+            missing=len(absent),
+            keys=[
+                Absent(at, self._describe(search.nearest(wanted[at])) if at in wanted else [])
+                for at in absent[:_INDICES]
+            ],
+            arrived=arrived,
+            ranks=ranks,
+            more=more,
+            elsewhere=elsewhere,
+        )
+        self.answer = pack(encode_report(report))
+
+    def _absent(self) -> list[int]:
+        """Return the places of the keys that do not exist."""
+        return [at for at, key in enumerate(self._keys) if not self._keyspace.exists(key)]
+
+    def _arrived(self) -> int | None:
+        """Return what the counter has reached; None without one."""
+        return self._value_of(self._counter) if self._counter else None
+
+    def _value_of(self, counter: bytes) -> int:
+        try:
+            return self._keyspace.number_at(counter)
+        except ProtocolError:
+            return 0
+
+    def _counter_of_the_key(self) -> bytes:
+        """Return the counter of the barrier that the only key would open; empty if there is none."""
+        counter = counter_of(self._keys[0]) if len(self._keys) == 1 else b""
+        return counter if counter in self._keyspace.values and self._may_see(counter) else b""
+
+    def _exists(self, name: str) -> bool:
+        key = name.encode()
+        return self._keyspace.exists(key) and self._may_see(key)
+
+    def _may_see(self, key: bytes) -> bool:
+        return key not in self._keyspace.reserved and (self._access is None or self._access.covers(key))
+
+    def _scan(self, search: Search) -> Iterator[None]:
+        """Look at the newest keys."""
+        keyspace = self._keyspace
+        yield
+        newest = list(islice(reversed(keyspace.values), _SCANNED))
+        newest += list(islice(keyspace.queues, _PORTION))
+        yield
+        names: list[str] = []
+        size = 0
+        for number, key in enumerate(newest, 1):
+            if len(key) <= _LONGEST_KEY and self._may_see(key):
+                names.append(readable(key))
+                size += len(key)
+            if number % _PORTION == 0 or number == len(newest) or size >= _PORTION_BYTES:
+                search.look([name for name in names if len(name) <= _LONGEST_KEY])
+                names = []
+                size = 0
+                yield
+        while not search.compare():
+            yield
+
+    def _describe(self, names: list[str]) -> list[Near]:
+        found: list[Near] = []
+        history = self._history
+        for name in names:
+            write = None if history is None else history.write(name.encode())
+            if write is None or history is None:
+                found.append(Near(name))
+            else:
+                found.append(Near(name, _age(history, write.at), None if write.by is None else who_is(write.by)))
+        return found
+
+
+class _WhoIsMissing:
+    """Finds out which ranks have not come, and what those of them do that are connected."""
+
+    def __init__(self, history: History, access: Access | None) -> None:
+        self.ranks: list[int] = []
+        """Their numbers, ascending, the first ones."""
+        self.more: int = 0
+        """How many follow."""
+        self.elsewhere: list[Elsewhere] = []
+        self._history = history
+        self._tells = access is None or access.whole()
+        """Whether what others do may be told: it names keys."""
+        self._others: list[ServerSession] = []
+        """Those that are missing, if no ranks are known."""
+
+    def from_counter(self, counter: bytes, arrived: int, expected: int) -> Iterator[None]:
+        """Find who has not counted at a barrier or in joining. If `expected` is 0, all ranks of the world are."""
+        members: list[ServerSession] = []
+        if expected <= _MOST_EXPECTED:
+            yield from self._history.members(counter, members, _PORTION)
+        expected = expected or next(filter(None, map(_world_size, members)), 0)
+        if not arrived < expected <= _MOST_EXPECTED:
+            return
+        came = bytearray(expected)
+        known = 0
+        world = str(expected)
+        whole = counter == WORKERS_KEY
+        part = False
+        for at in range(0, len(members), _PORTION):
+            for member in members[at : at + _PORTION]:
+                peer = member.peer
+                rank = rank_of(peer)
+                if rank is not None and rank < expected and not came[rank]:
+                    came[rank] = 1
+                    known += 1
+                size = peer.get("world_size", world)
+                part = part or size != world
+                whole = whole or "world_size" in peer
+            yield
+        if whole and known == arrived and (counter == WORKERS_KEY or not part):
+            rank = came.find(0)
+            while rank >= 0 and len(self.ranks) < _RANKS:
+                self.ranks.append(rank)
+                rank = came.find(0, rank + 1)
+            self.more = expected - arrived - len(self.ranks)
+        elif counter != WORKERS_KEY:
+            yield from self._from_those_that_joined(members, expected - arrived)
+
+    def _from_those_that_joined(self, members: "list[ServerSession]", missing: int) -> Iterator[None]:
+        """Find those that have joined and have not come, if they are as many as are missing."""
+        if missing > _MOST_OTHERS:
+            return
+        everybody: list[ServerSession] = []
+        yield from self._history.members(WORKERS_KEY, everybody, _PORTION)
+        came = set(members)
+        others: dict[tuple[object, ...], ServerSession] = {}
+        for at in range(0, len(everybody), _PORTION):
+            for one in everybody[at : at + _PORTION]:
+                if one not in came:
+                    others[self._process(one)] = one
+            if len(others) > 2 * _MOST_OTHERS:
+                return
+            yield
+        for at in range(0, len(members), _PORTION):
+            for one in members[at : at + _PORTION]:
+                others.pop(self._process(one), None)
+            yield
+        if len(others) == missing:
+            self._others = list(others.values())
+
+    def from_keys(self, keys: list[bytes], absent: list[int]) -> Iterator[None]:
+        """Find who has not written keys, if each of those that exist was written by the rank of its number."""
+        family: Family | None = None
+        missing: list[int] = []
+        confirmed = False
+        gone = set(absent)
+        size = 0
+        for at in [*absent, *[at for at in range(len(keys)) if at not in gone]]:
+            size += len(keys[at])
+            if size >= _PORTION_BYTES:
+                size = 0
+                yield
+            found = family_of(readable(keys[at]))
+            if at in gone:
+                if found is None or (family is not None and found[0] != family):
+                    return
+                family = found[0]
+                missing.append(found[1])
+            elif found is not None and found[0] == family:
+                write = self._history.write(keys[at])
+                rank = None if write is None or write.by is None else rank_of(write.by.peer)
+                if rank is not None and rank != found[1]:
+                    return
+                confirmed = confirmed or rank is not None
+        if confirmed:
+            missing.sort()
+            self.ranks = missing[:_RANKS]
+            self.more = len(missing) - len(self.ranks)
+
+    def find_elsewhere(self) -> Iterator[None]:
+        """Find what those that are missing do."""
+        found: dict[int, ServerSession] = {}
+        if self.ranks:
+            wanted = set(self.ranks)
+            for sessions in self._history.sessions(_PORTION):
+                for one in sessions:
+                    rank = rank_of(one.peer)
+                    if rank is not None and rank in wanted and (rank not in found or _tells_more(one, found[rank])):
+                        found[rank] = one
+                yield
+        for one in [*[found[rank] for rank in sorted(found)], *self._others][:_ELSEWHERE]:
+            since = None if one.heard_at == NEVER else _age(self._history, one.heard_at)
+            self.elsewhere.append(Elsewhere(who_is(one), _does(one, self._tells), since))
+
+    def _process(self, session: "ServerSession") -> tuple[object, ...]:
+        """Return what tells processes apart, as far as it is known."""
+        if session.pid < 0:
+            return (self._history.serial(session),)
+        return session.pid, session.host, session.peer.get("host"), session.peer.get("rank")
+
+
+def rank_of(peer: dict[str, str]) -> int | None:
+    """Return the rank that a client says it is; None if it says none."""
+    return _number_said(peer.get("rank", ""))
+
+
+def _world_size(session: "ServerSession") -> int:
+    """Return the number of ranks that a client has named; 0 if it has named none."""
+    return _number_said(session.peer.get("world_size", "")) or 0
+
+
+def _number_said(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def who_is(session: "ServerSession") -> Who:
+    """Return what is known of a session's process."""
+    pid = session.pid
+    return Who(session.peer.get("host") or session.host, rank_of(session.peer), None if pid < 0 else pid)
+
+
+def _tells_more(one: "ServerSession", other: "ServerSession") -> bool:
+    """Return whether a session says more of what its rank does: it waits, for longest, or has sent something last."""
+    waits, waited = _waits(one), _waits(other)
+    if waits != waited:
+        return waits
+    return one.heard_at < other.heard_at if waits else one.heard_at > other.heard_at
+
+
+def _waits(session: "ServerSession") -> bool:
+    return session.heard_at != NEVER and session.state != IDLE
+
+
+def _does(session: "ServerSession", tells: bool) -> str:
+    if session.heard_at == NEVER:
+        return "has left"
+    if session.state == IDLE and session.slot.command.name == _MISSING:
+        return "has just timed out"
+    if session.state == IDLE:
+        return f"has sent nothing since {session.slot.command.name}"
+    if not tells:
+        return "is waiting"
+    group = session.group
+    keys: list[bytes] = []
+    target = 0
+    if session.barrier is not None:
+        return describe_wait("barrier", [readable(session.barrier)])
+    if isinstance(group, Counter):
+        keys, target = [group.key], session.number
+    elif isinstance(group, SharedWait):
+        keys = list(islice(group.parked or (), _ELSEWHERE))
+        total = len(group.parked or ())
+        return describe_wait("keys", [readable(key) for key in keys], total - len(keys))
+    elif session.state == AWAITING_KEYS:
+        keys = list(islice(session.parked or (), _ELSEWHERE))
+        return describe_wait("keys", [readable(key) for key in keys], len(session.parked or ()) - len(keys))
+    elif session.awaited:
+        keys = [session.awaited]
+    return describe_wait(AWAITED[session.state], [readable(key) for key in keys], 0, target)
+
+
+def _age(history: History, at: float) -> float:
+    return round(max(0.0, history.now - at), 3)
+
+
+def _number(expected: Framed) -> int:
+    text = unpack(expected) if len(expected) <= PREFIX + _MOST_DIGITS else b""
+    if not text.isdigit():
+        raise ProtocolError(f"MISSING expects a decimal number of ranks; got {len(expected) - PREFIX} bytes")
+    return int(text)

@@ -1,0 +1,112 @@
+"""Samples of the commands that an engine executes, for whoever watches it.
+
+Knows commands and their fields. Must not know sockets, nor read a clock: whoever runs the server supplies one.
+
+Invariants: what a peer is sent does not depend on whether it is watched. A monitor holds a limited number of samples,
+each of limited size, and counts those that it drops. Tokens and secrets are in no sample, and values only if they were
+asked for. A command is noted when it is complete, before it is executed.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from ..base.keys import readable
+from ..keyspace.waiter_types import KeyList
+from ..wire.codecs import Fields
+from ..wire.commands import Command
+from ..wire.values import PREFIX
+from .statistics import shown
+
+if TYPE_CHECKING:
+    from ..session.server import ServerSession
+
+MOST_SAMPLES: Final = 2000
+"""Samples that are held until they are taken."""
+
+_MOST_VALUE: Final = 256
+"""Bytes of a value in a sample."""
+
+
+class Monitor:
+    """One that watches an engine."""
+
+    def __init__(
+        self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES, store: str | None = None
+    ) -> None:
+        """Note one command in `every`, with its value if `values`. `clock` returns the time of a sample, in seconds.
+
+        With `store`, note only commands in the store of that name.
+        """
+        self.store = store
+        self.clock = clock
+        self.every: int = max(1, every)
+        self.values = values
+        self.most: int = most
+        self.seen: int = 0
+        """Commands so far."""
+        self.dropped: int = 0
+        """Samples so far that found no room."""
+        self._samples: list[list[Any]] = []
+
+    def take(self) -> list[list[Any]]:
+        """Return the samples since the last call, oldest first.
+
+        Each has the time, the host, port, process (or None) and rank (or None) of the peer, the command, its first key
+        (or None), the number of its keys, the bytes of its values, its last value or number (or None), and its store,
+        if that has a name.
+        """
+        samples = self._samples
+        self._samples = []
+        return samples
+
+    def note(self, command: Command, fields: Fields, session: "ServerSession | None") -> None:
+        """Note a command that a session sends, with the fields that its method gets."""
+        named = None if session is None else session.engine.store
+        store = None if named is None else named.name
+        if self.store is not None and store != self.store:
+            return
+        self.seen += 1
+        if self.seen % self.every:
+            return
+        if len(self._samples) >= self.most:
+            self.dropped += 1
+            return
+        first = fields[0] if fields else None
+        key: bytes | None = None
+        keys = 0
+        size = 0
+        last: object = None
+        if isinstance(first, KeyList):
+            key, keys = first.keys[0], len(first.keys)
+        elif command.request.names_keys and isinstance(first, list):
+            keys = len(first)
+            for item in first:
+                if isinstance(item, tuple):
+                    size += len(item[1]) - PREFIX
+                    last = item[1]
+            if first:
+                key = first[0][0] if isinstance(first[0], tuple) else first[0]
+        elif command.request.names_keys and isinstance(first, bytes):
+            key, keys = first, 1
+            if not command.session:
+                for field in fields[1:]:
+                    if isinstance(field, (bytes, bytearray)):
+                        size += len(field) - PREFIX
+                    last = field
+        host, port, pid, rank = "", 0, None, None
+        if session is not None:
+            host, port = session.host, session.port
+            pid = None if session.pid < 0 else session.pid
+            rank = session.peer.get("rank")
+        value = _shown_value(last) if self.values else None
+        shown_key = None if key is None else shown(key)
+        sample = [self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value]
+        self._samples.append(sample if store is None else [*sample, store])
+
+
+def _shown_value(value: object) -> str | None:
+    """Return a value, or a number, as text, shortened if it is long."""
+    if isinstance(value, (bytes, bytearray)):
+        start = bytes(value[PREFIX : PREFIX + _MOST_VALUE])
+        return readable(start) + ("…" if len(value) > PREFIX + _MOST_VALUE else "")
+    return None if value is None else str(value)

@@ -1,0 +1,194 @@
+"""Numbers about a server's stores, or one of them, for those who look into it every second: counters, longest waits.
+
+Only facts, in few bytes, whatever the number of sessions and keys. Without I/O, and nothing here changes anything.
+
+Invariant: what has to be counted one by one is counted in portions; between two of them anything may happen.
+"""
+
+from collections.abc import Iterator
+from heapq import heappush, heappushpop
+from typing import Any, Final
+
+from ..base.keys import readable
+from ..keyspace.waiter_types import IDLE, Counter, SharedWait
+from ..links.link_server import LinkInput
+from ..session.server import NO_PID, Engine, ServerSession
+from ..wire.commands import WORKERS_KEY
+from ..wire.values import read_length
+from .history import NEVER
+from .inspection import Fact
+
+PORTION: Final = 400
+"""Sessions, or keys, that are looked at before others are served: less than a tenth of a millisecond, compiled."""
+
+_MOST_TEXT: Final = 256
+"""Bytes of a key in a reply: it is for a line on a screen."""
+
+
+class Statistics:
+    """One look at the numbers of all stores of a server, or of one."""
+
+    def __init__(self, engine: Engine, now: float, everyone: bool = True) -> None:
+        """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of the
+        engine's own store."""
+        self.everyone = everyone
+        self.engine = engine
+        self.now = now
+        self.open: int = 0
+        """Sessions. This and the next three are known after `count`."""
+        self.waiting: int = 0
+        """Those of them that wait."""
+        self.unsent: int = 0
+        """Bytes of replies that the kernel has not accepted."""
+        self.world_size: int | None = None
+        """The largest that a client in the engine's own store has named."""
+
+    def count(self) -> Iterator[None]:
+        """Count what is known by looking at each session only, in portions."""
+        portion = 0
+        for holder in list(self.engine.budget.holders):
+            portion += 1
+            if portion >= PORTION:
+                portion = 0
+                yield None
+            if not isinstance(holder, ServerSession) or not (self.everyone or holder.engine is self.engine):
+                continue
+            self.open += 1
+            if holder.state != IDLE:
+                self.waiting += 1
+            self.unsent += holder.unsent
+            if holder.peer and holder.engine is self.engine:
+                named = holder.peer.get("world_size", "")
+                if named.isdecimal() and len(named) < 10:
+                    self.world_size = max(int(named), self.world_size or 0)
+
+    def counters(self) -> Fact:
+        """Return the counters, after `count`. Those of joins are of the engine's own store, and commands, which are not
+        counted for each store, of all."""
+        engine = self.engine
+        keyspace = engine.keyspace
+        budget = engine.budget
+        joined = keyspace.values.get(WORKERS_KEY)
+        stores = [one.keyspace for one in self._engines()]
+        stored = sum([one.size - one.parked for one in stores])
+        parked = sum([one.parked for one in stores])
+        requests, lists = (engine.unfinished, budget.lists) if self.everyone else (0, 0)
+        used = budget.used() if self.everyone else stored + parked
+        return {
+            "commands": engine.counts(),
+            "sessions": {
+                "open": self.open,
+                "unvalidated": len(engine.unvalidated) + len(engine.unvalidated_on_links),
+                "waiting": self.waiting,
+                "unsent_bytes": self.unsent,
+            },
+            "stores": len(stores),
+            "keys": sum([len(one.values) for one in stores]),
+            "queues": sum([len(one.queues) for one in stores]),
+            "awaited_keys": sum([len(one.waiters) for one in stores]),
+            "budget": {
+                "limit": budget.limit,
+                "used": used,
+                "store": stored,
+                "waiters": parked,
+                "requests": requests,
+                "key_lists": lists,
+                "connections": used - stored - parked - requests - lists,
+            },
+            "joins": {
+                "joined": joined if isinstance(joined, int) else 0,
+                "expected": engine.joins,
+                "world_size": self.world_size,
+            },
+        }
+
+    def longest_waits(self, most: int) -> Iterator[Fact]:
+        """Yield empty portions, and at last what has been waited for longest: one key of each session that waits.
+
+        Sessions that wait for the same are named once, by how many they are and the one that has waited longest, for
+        how many seconds.
+        """
+        found: dict[tuple[Engine, bytes], list[Any]] = {}
+        portion = 0
+        for holder in list(self.engine.budget.holders):
+            portion += 1
+            if portion >= PORTION:
+                portion = 0
+                yield {}
+            if not isinstance(holder, ServerSession) or holder.state == IDLE or isinstance(holder.partial, LinkInput):
+                continue
+            if not (self.everyone or holder.engine is self.engine):
+                continue
+            since = holder.connected_at if holder.heard_at == NEVER else holder.heard_at
+            awaited = holder.engine, _awaited(holder)
+            known = found.get(awaited)
+            if known is None:
+                found[awaited] = [1, since, holder]
+            else:
+                known[0] += 1
+                if since < known[1]:
+                    known[1:] = [since, holder]
+        longest = sorted(found.values(), key=lambda one: float(one[1]))[:most]
+        yield {"waits": [self._wait(count, since, holder) for count, since, holder in longest], "different": len(found)}
+
+    def largest_keys(self, most: int) -> Iterator[Fact]:
+        """Yield empty portions, and at last the keys with the largest values: key, bytes of its value, and its
+        store, if that has a name."""
+        largest: list[tuple[int, bytes, str]] = []
+        portion = 0
+        for engine in self._engines():
+            values = engine.keyspace.values
+            name = "" if engine.store is None else engine.store.name
+            for key in list(values):
+                portion += 1
+                if portion >= PORTION:
+                    portion = 0
+                    yield {}
+                value = values.get(key)
+                if value is None:
+                    continue
+                bytes_ = read_length(value)
+                if len(largest) < most:
+                    heappush(largest, (bytes_, key, name))
+                elif bytes_ > largest[0][0]:
+                    heappushpop(largest, (bytes_, key, name))
+        found = sorted(largest, reverse=True)
+        yield {"largest": [[shown(key), bytes_, *([name] if name else [])] for bytes_, key, name in found]}
+
+    def _engines(self) -> list[Engine]:
+        return self.engine.engines() if self.everyone else [self.engine]
+
+    def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
+        group = session.group
+        registered = group.parked if isinstance(group, SharedWait) else session.parked
+        keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
+        store = session.engine.store
+        return {
+            **({} if store is None else {"store": store.name}),
+            "key": shown(_awaited(session)),
+            "keys": keys,
+            "command": session.slot.command.name,
+            "waiting": count,
+            "since": round(max(0.0, self.now - since), 3),
+            "host": session.host,
+            "port": session.port,
+            "pid": None if session.pid == NO_PID else session.pid,
+            "peer": session.peer,
+        }
+
+
+def _awaited(session: ServerSession) -> bytes:
+    """Return a key that a session waits for: of equal lists, mostly the same."""
+    if session.barrier is not None:
+        return session.barrier
+    group = session.group
+    if isinstance(group, Counter):
+        return group.key
+    for key in (group.parked if isinstance(group, SharedWait) else session.parked) or ():
+        return key
+    return session.awaited
+
+
+def shown(key: bytes) -> str:
+    """Return a key as text, shortened if it is long."""
+    return readable(key) if len(key) <= _MOST_TEXT else readable(key[:_MOST_TEXT]) + "…"

@@ -1,0 +1,85 @@
+"""What commands that query a server over its admin socket have in common: options, errors, units.
+
+Knows where the socket is, and exit statuses. Must not know what a reply means.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from ...base.errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
+from ...cli.context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext, parse_store
+from ...client.admin import Where, is_local
+from ...server import admin_path
+
+Answer = TypeVar("Answer")
+
+admin_option = click.option(
+    "--admin",
+    type=click.Path(path_type=Path),
+    help="Path of the server's admin socket.  [default: the socket of the server that uses --url's port on this "
+    "machine]",
+)
+
+store_option = click.option("--store", metavar="NAME", callback=parse_store, help="Inspect this named store.")
+"""For what looks in; its store is that of the context."""
+
+
+def find_admin(host: str, port: int) -> Path:
+    """Return the admin socket of the server at an address of this machine. Raises DistNetworkError."""
+    if not is_local(host):
+        raise DistNetworkError(
+            f"{host} is not an address of this machine: run the command where the server runs, as the same user; who, "
+            "waiters, stat, top and stores can ask its HTTP process from here, with --url http://HOST:PORT"
+        )
+    found = admin_path.find(port)
+    if not found:
+        folders = " or ".join(map(str, admin_path.folders()))
+        raise DistNetworkError(
+            f"there is no admin socket for port {port} in {folders}: check that the server on that port is a "
+            "tcpstore_async server, is running as this user, and was not started with --admin"
+        )
+    if len(found) > 1:
+        raise DistNetworkError(
+            f"several servers use port {port}: choose one with --admin ({', '.join(map(str, found))})"
+        )
+    return found[0]
+
+
+def asked(context: ClientContext, admin: Path | None, asking: Callable[[Where, float | None], Answer]) -> Answer:
+    """Call `asking` with where to ask and a timeout; exit with the right status on failure."""
+    try:
+        where = admin or context.http or find_admin(context.host, context.port)
+        return asking(where, None if context.timeout < 0 else context.timeout)
+    except StoreTimeoutError as error:
+        context.fail(str(error), TIMED_OUT)
+    except DistNetworkError as error:
+        context.fail(str(error), UNREACHABLE)
+    except PermissionError as error:
+        context.fail(str(error), NOT_ALLOWED)
+    except (DistError, ProtocolError) as error:
+        context.fail(str(error), FAILED)
+
+
+def in_seconds(number: float | None) -> str:
+    """Return a short time as text."""
+    if number is None:
+        return "-"
+    if number < 0.001:
+        return f"{number * 1e6:.0f} µs"
+    if number < 1:
+        return f"{number * 1e3:.1f} ms"
+    if number < 100:
+        return f"{number:.1f} s"
+    return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.1f} h"
+
+
+def in_bytes(number: float) -> str:
+    """Return a size as text."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

@@ -1,0 +1,224 @@
+"""Asks a server over its admin socket: for its counters each second, and for everything while somebody looks.
+
+Knows threads, the clock and the admin socket. Must not know HTTP.
+Invariants: at most one request of each kind is under way, however many look, at however many stores. A look at
+everything in a store, whose cost for the server grows with its sessions and keys, is followed by a pause of several
+times its duration.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ...base.errors import DistError
+from ...client.admin import ask
+from ...diagnosis.facts import read_facts, uncollected
+from ...diagnosis.rates import Interval, Look, Stats, between, read_look
+from ..look.local import local_ranks
+from .summary import Summary
+
+log = logging.getLogger("tcpstore_async.web")
+
+MOST_STORES: Final = 16
+"""Stores that are looked at in turn."""
+
+SILENT_SECONDS: Final = 3.0
+"""Since the last answer, after which a server is not alive."""
+
+_EVERY_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 60.0
+_PAUSE: Final = 4.0
+"""Pause after a look, as a multiple of its duration."""
+_WANTED_SECONDS: Final = 10.0
+"""Since somebody has looked, for which the next looks are made."""
+_KEPT_SECONDS: Final = 600
+"""For which the rates of operations are kept."""
+_RECENT: Final = 11
+"""Replies from which the rates of commands are computed."""
+_COMMANDS: Final = 8
+
+
+class Rates:
+    """Operations over the last minutes, one figure a second."""
+
+    def __init__(self) -> None:
+        self.each_second: deque[int] = deque(maxlen=_KEPT_SECONDS)
+        """Operations a second; 0 while the server did not answer."""
+        self._recent: deque[Stats] = deque(maxlen=_RECENT)
+
+    def add(self, stats: Stats) -> None:
+        """Take what was asked after the last one."""
+        recent = self._recent
+        if recent and stats.uptime < recent[-1].uptime:
+            recent.clear()  # another server is there now
+        if recent:
+            since = between(recent[-1], stats)
+            missed = min(_KEPT_SECONDS, max(0, round(since.seconds / _EVERY_SECONDS) - 1))
+            if since.seconds < SILENT_SECONDS:
+                self.each_second.extend([round(since.ops)] * (missed + 1))
+            else:
+                self.each_second.extend([*[0] * missed, round(since.ops * since.seconds)])
+        recent.append(stats)
+
+    def commands(self) -> list[tuple[str, float]]:
+        """Return how often a second each command was executed in the last seconds, the most frequent first."""
+        lately = self._lately()
+        return [] if lately is None else [(name, round(rate, 1)) for name, rate in lately.commands.items()][:_COMMANDS]
+
+    def lag(self) -> float:
+        """Return a bound, in seconds, for how late the loop came to its timers in the last seconds; 0 if unknown."""
+        lately = self._lately()
+        return 0.0 if lately is None else lately.lag or 0.0
+
+    def _lately(self) -> Interval | None:
+        return between(self._recent[0], self._recent[-1]) if len(self._recent) > 1 else None
+
+
+class _Watched:
+    """A store that somebody looks at."""
+
+    def __init__(self) -> None:
+        self.wanted_at = 0.0
+        """When somebody has looked last."""
+        self.looked_at = float("-inf")
+        """When the last look began."""
+        self.summary: Summary | None = None
+        self.summary_at = 0.0
+        self.failed = ""
+        """Why the last look has shown nothing; empty if it has."""
+
+    def is_wanted(self) -> bool:
+        return time.monotonic() - self.wanted_at < _WANTED_SECONDS
+
+
+class Looker:
+    """Watches one server."""
+
+    def __init__(self, find: Callable[[], Path]) -> None:
+        """`find` returns the path of the admin socket, or raises DistNetworkError."""
+        self.find = find
+        self.counters: Look | None = None
+        self._answered_at = time.monotonic()
+        self.error = "it has not been queried yet"
+        """Why the last request was not answered; empty if it was."""
+        self.operations = Rates()
+        self._asked = threading.Event()
+        self._ended = threading.Event()
+        self._wanted = threading.Condition()
+        self._watched: dict[str | None, _Watched] = {}
+        """By name, None for the store without one."""
+        self._hosts: dict[str, bool] = {}
+        """Whether addresses are of this machine, while somebody looks: asking the kernel takes 12 µs for each."""
+        self.threads = [
+            threading.Thread(target=self._follow, name="tcpstore counters", daemon=True),
+            threading.Thread(target=self._look_while_wanted, name="tcpstore looks", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Ask from now on. Returns when the server has answered, or has not for a second."""
+        for thread in self.threads:
+            thread.start()
+        self._asked.wait(_EVERY_SECONDS)
+
+    def close(self) -> None:
+        """Ask no more. A request that is under way ends by itself."""
+        self._ended.set()
+        with self._wanted:
+            self._wanted.notify_all()
+
+    def silent_for(self) -> float:
+        """Return for how many seconds the server has not answered; 0 if it does."""
+        silent = time.monotonic() - self._answered_at
+        return 0.0 if self.counters is not None and silent < SILENT_SECONDS and not self.error else silent
+
+    def summary(self, timeout: float, store: str | None = None) -> tuple[Summary | None, float, str]:
+        """Return what the last look into a store has shown, its age in seconds, and why there is none newer.
+
+        Waits for the first look after a time in which nobody wanted one, up to `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with self._wanted:
+            watched = self._watched.get(store)
+            if watched is None:
+                if len(self._watched) >= MOST_STORES:
+                    self._forget()
+                if len(self._watched) >= MOST_STORES:
+                    return None, 0.0, f"{MOST_STORES} other stores are already being inspected, the maximum"
+                watched = self._watched[store] = _Watched()
+            watched.wanted_at = time.monotonic()
+            self._wanted.notify_all()
+            while watched.summary is None and not watched.failed and not self._ended.is_set():
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._wanted.wait(left):
+                    break
+            age = 0.0 if watched.summary is None else time.monotonic() - watched.summary_at
+            return watched.summary, age, watched.failed
+
+    # The threads
+
+    def _follow(self) -> None:
+        failing = False
+        while not self._ended.is_set():
+            began = time.monotonic()
+            try:
+                counters = read_look(ask(self.find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
+            except (DistError, OSError) as error:
+                self.error = str(error)
+                if not failing:
+                    log.warning("cannot query the server; retrying every second: %s", error)
+                failing = True
+            else:
+                if failing:
+                    log.info("the server is answering queries")
+                failing = False
+                self._answered_at = time.monotonic()
+                self.operations.add(counters.stats)
+                self.counters = counters
+                self.error = ""
+            self._asked.set()
+            self._ended.wait(max(0.0, began + _EVERY_SECONDS - time.monotonic()))
+
+    def _look_while_wanted(self) -> None:
+        while True:
+            with self._wanted:
+                self._forget()
+                if not self._watched:
+                    self._hosts = {}
+                self._wanted.wait_for(lambda: self._watched or self._ended.is_set())
+                if self._ended.is_set():
+                    return
+                store, watched = min(self._watched.items(), key=lambda one: one[1].looked_at)
+            began = watched.looked_at = time.monotonic()
+            self._look(store, watched)
+            if self._ended.wait(max(_EVERY_SECONDS, _PAUSE * (time.monotonic() - began))):
+                return
+
+    def _forget(self) -> None:
+        """Forget the stores that nobody looks at any more: the next one who does waits for a new look."""
+        self._watched = {name: one for name, one in self._watched.items() if one.is_wanted()}
+
+    def _look(self, store: str | None, watched: _Watched) -> None:
+        summary: Summary | None = None
+        failed = ""
+        try:
+            with uncollected():
+                parts = ["sessions", "counters", "keys"]
+                facts = read_facts(ask(self.find(), parts, _LOOK_SECONDS, store=store))
+                facts.keep_store(store)
+                at = time.monotonic()
+                summary = Summary(facts, local_ranks(facts, None, self._hosts))
+        except (DistError, OSError) as error:
+            failed = str(error)
+        except Exception as error:
+            failed = f"internal error: {error!r}"
+            log.exception("cannot inspect the server")
+        with self._wanted:
+            watched.failed = failed
+            if summary is not None:
+                watched.summary, watched.summary_at = summary, at
+            self._wanted.notify_all()
