@@ -33,7 +33,7 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import LINK_GRACE, Limits
-from tcpstore_async.keyspace.keyspace import MAX_LEASES
+from tcpstore_async.keyspace.queues import MAX_LEASES
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.single_link import MOST_PIECES, SingleLink

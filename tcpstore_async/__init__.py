@@ -52,9 +52,9 @@ __all__ = [
 _MODULES = {
     "client.aio": ["AsyncTCPStore"],
     "serving": ["serve"],
-    "errors": [name for name in __all__ if name.endswith("Error")],
-    "limits": ["Limits"],
-    "rendezvous_url": ["register_rendezvous_handler", "rendezvous"],
+    "base.errors": [name for name in __all__ if name.endswith("Error")],
+    "base.limits": ["Limits"],
+    "stores.rendezvous_url": ["register_rendezvous_handler", "rendezvous"],
     "stores.base": ["Store"],
     "stores.file": ["FileStore"],
     "stores.hash": ["HashStore"],

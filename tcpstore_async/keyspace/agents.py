@@ -19,9 +19,10 @@ import msgspec
 from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
 from ..wire.values import PREFIX, Framed, unpack
 from .accounts import Account
-from .incremental import DeferredWork, UnparkFirst
+from .registrations import UnparkFirst
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
+from .steps import DeferredWork
 from .waiter_types import AWAITING_ROUND, IDLE, Waiter
 
 LOOK: Final = 0

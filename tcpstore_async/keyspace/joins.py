@@ -12,7 +12,7 @@ from typing import Final
 
 from ..wire.values import wrap
 from .agents import AgentRegistry
-from .incremental import FreeDict
+from .steps import FreeDict
 from .waiter_types import Waiter
 
 _LEFT: Final = -1

@@ -1,23 +1,22 @@
-"""What commands mean: values, counters, queues, leases and joins.
+"""What commands mean: values, counters and waits.
 
-A `Keyspace` is one store: it applies commands to values and queues. By its base classes, each in its own module, it
-parks and wakes waiters (`waiters.py`), shares what many peers request alike (`shared_requests.py`), lets the agents of
-elastic jobs meet (`agents.py`) and counts the ranks that join (`joins.py`). It knows nothing of framing beyond the
-length prefix that stored values keep, and nothing of sockets, threads or clocks.
+A `Keyspace` is one store: it applies commands to values. By its base classes, each in its own module, it registers
+waiters (`registrations.py`) and wakes them (`waiters.py`), shares what many peers request alike (`shared_requests.py`),
+lets the agents of elastic jobs meet (`agents.py`), counts the ranks that join (`joins.py`) and has queues
+(`queues.py`). It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets,
+threads or clocks.
 
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
-change. An item that is leased is in no queue: the waiter has it until it confirms it, and it goes back to the front of
-its queue when it is returned or the waiter leaves. `size` is the sum of what everything stored and every waiter counts.
+change. `size` is the sum of what everything stored and every waiter counts.
 
 Registrations are counted exactly as by PyTorch's libuv server, except for its queue defects (`docs/quirks.md`).
 """
 
-from collections import deque
 from functools import partial
 from typing import Any, Final
 
 from ..base.errors import LimitError, ProtocolError
-from ..base.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
+from ..base.limits import ENTRY_BYTES, Limits
 from ..wire.values import (
     ABSENT,
     CHUNKED_BYTES,
@@ -28,39 +27,132 @@ from ..wire.values import (
     Framed,
     Growing,
     StoredValue,
+    Value,
     cost,
     framed,
     number,
     size,
     wrap,
 )
-from .incremental import (
-    UNCUT,
-    FreeItems,
-    FreeValue,
-    MarkStale,
-    OfferReturned,
-    ParkOnKeys,
-    Pause,
-    PostponedMultiSet,
-    PostponedWaitCount,
-    ReadKeys,
-    ReplyInPieces,
-    UnparkFirst,
-    Value,
-    WakeKeys,
-)
-from .joins import JoinRegistry
-from .waiter_types import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
-
-MAX_LEASES: Final = 4096
-"""Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""
+from .queues import Queues
+from .registrations import MarkStale, UnparkFirst
+from .shared_requests import ReadKeys
+from .steps import UNCUT, DeferredWork, FreeValue, IncrementalCommand, ReplyInPieces, portion_end
+from .waiter_types import AWAITING_VALUE, Counter, Waiter
+from .waiters import PostponedWaitCount
 
 _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
 
-class Keyspace(JoinRegistry):
+_HELD_BACK: Final = 2**40
+"""Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
+
+
+class PostponedMultiSet(IncrementalCommand):
+    """A MULTI_SET of many keys, or many waiters, while the waiters of an earlier one are still to be woken."""
+
+    def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
+        super().__init__()
+        self.keyspace = keyspace
+        self.items = items
+        self.counted: int = 0
+        """Bytes that it holds while it waits."""
+        self.keeps = True
+
+    def step(self, most: int) -> bool:
+        if self.keyspace.waking is not None:
+            self.counted = self.held = max(self.held, self.counted)
+            return False
+        if self.held:  # it is about to be in the store, and must not count twice
+            self.counted, self.held = self.held, 0
+            return False
+        self.keyspace.set_items(self.items)
+        return True
+
+    def abandon(self) -> None:
+        self.keyspace.free_later(self.items)
+
+
+class ParkOnKeys(IncrementalCommand):
+    """WAIT for many keys. Each is looked at in its step, and the waiter is registered from then on if it is missing."""
+
+    def __init__(self, keyspace: "Keyspace", waiter: Waiter, keys: list[bytes]) -> None:
+        super().__init__()
+        self.keyspace = keyspace
+        self.waiter = waiter
+        handoff = waiter.handoff
+        self.queue = None if handoff is None else handoff.queue
+        """The queue of the waiter's hand-off, which is renewed if it is among the keys and nothing is missing."""
+        self.renew = False
+        self.marking: MarkStale | None = None
+        self.keys = keys
+        self.at = 0
+        self.parking = False
+        """Whether a key was missing; until then the waiter still awaits what it awaited before."""
+        self.keeps = True
+
+    def step(self, most: int) -> bool:
+        keyspace, waiter = self.keyspace, self.waiter
+        if waiter in keyspace.unmarked and not self.parking:  # what it awaited before has ended meanwhile
+            if self.marking is None:
+                self.marking = MarkStale(keyspace, waiter, lambda: None)
+            if self.marking.step(most):
+                self.marking = None
+            return False
+        stop = portion_end(self.keys, self.at, most)
+        portion = self.keys[self.at : stop]
+        if not self.parking:
+            self.renew = self.renew or self.queue in portion
+        self.at = stop
+        missing = [key for key in portion if not keyspace.exists(key)]
+        if missing:
+            # Registrations of earlier waits count down this one, too, but it must not end before the last key is seen.
+            remaining = waiter.remaining if self.parking else _HELD_BACK
+            keyspace.park(waiter, missing)
+            waiter.remaining += remaining
+            if not self.parking:
+                self.parking = True
+                if waiter.handoff is not None:  # what it awaited before has ended meanwhile
+                    keyspace.end_handoff(waiter, waiter.handoff)
+        if stop < len(self.keys):
+            return False
+        self.abandon()
+        self.result = True
+        if self.parking:
+            waiter.remaining -= _HELD_BACK
+            if waiter.remaining > 0:
+                self.result = False
+            else:
+                keyspace.end_wait(waiter)
+        elif self.renew and self.queue is not None:
+            waiter.handoff = keyspace.new_handoff(self.queue)
+        return True
+
+    def abandon(self) -> None:
+        self.keyspace.free_later(self.keys)
+
+
+class FreeItems(DeferredWork):
+    """Free the list of a long request, from its end.
+
+    Then the allocator returns memory to the kernel in steps, too. Freed from the front, 256 MiB of keys would all be
+    returned together with the last one, which takes 16 ms.
+    """
+
+    def __init__(self, keyspace: "Keyspace", items: list[Any]) -> None:
+        self.keyspace = keyspace
+        self.items = items
+
+    def step(self, most: int) -> bool:
+        del self.items[-most:]
+        if self.items:
+            return False
+        self.keyspace.freeing = False
+        return True
+
+
+class Keyspace(Queues):
     """One store. Keys and values are opaque bytes; `values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They
@@ -70,22 +162,13 @@ class Keyspace(JoinRegistry):
     def __init__(self, limits: Limits, portion: int = UNCUT) -> None:
         super().__init__(limits.budget_bytes, portion)
         self.values: dict[bytes, StoredValue] = {}
-        self.queues: dict[bytes, deque[Framed]] = {}
-        """Never holds an empty queue."""
-        self.leased: dict[bytes, int] = {}
-        """By queue: how many items are leased. It counts until there are none, as they may go back."""
-        self.queue_count: int = 0
-        """Queues that count: those with items, and those of which items are leased."""
-        self.reserved: dict[bytes, Framed] = {}
-        """Information about the server: visible to GET, CHECK and WAIT, read-only, and no keys of the store."""
         self.final: set[bytes] = set()
         """Reserved keys that will not change any more: WAIT_COUNT of them returns at once."""
         self.changes: int = 0
         """Incremented whenever a value's key is created or deleted."""
         self.freeing = False
         """Whether a list is being freed in steps."""
-        self.max_reply: int = limits.budget_bytes
-        """Bytes of a MULTI_GET reply above which it is refused."""
+        self.max_reply = limits.budget_bytes
 
     # Values
 
@@ -307,6 +390,25 @@ class Keyspace(JoinRegistry):
         account = self.account
         return self.size + growth <= self.max_size and (account is None or account.usage.allows(keys, growth))
 
+    def _most_growth(self, items: list[tuple[bytes, Framed]], look_up: bool) -> tuple[int, int]:
+        """Return by how many bytes and keys a MULTI_SET enlarges the store at most.
+
+        As if no key came twice and old values were empty; without `look_up`, as if all keys were new, which takes less
+        time. Raises ProtocolError for a reserved key.
+        """
+        values, reserved = self.values, self.reserved
+        growth = 0
+        new = len(items)
+        for key, value in items:
+            if key in reserved:
+                self._growth(key, None, 0)
+            growth += len(value)
+            if look_up and key in values:
+                new -= 1
+            else:
+                growth += len(key) + ENTRY_BYTES
+        return growth, new
+
     def _registrations(self, keys: list[bytes]) -> int:
         """Return how many registrations writing these keys uses up."""
         count = 0
@@ -321,21 +423,12 @@ class Keyspace(JoinRegistry):
 
         Raises LimitError or NotAllowedError if the pairs do not fit, and ProtocolError for a reserved key.
         """
-        values, reserved, waiters = self.values, self.reserved, self.waiters
-        growth = 0
-        for key, value in items:
-            if key in reserved:
-                self._growth(key, None, 0)
-            growth += len(key) + ENTRY_BYTES + len(value)
-        new = len(items)
-        if not self._surely_fits(growth, new):  # that was as if all keys were new
-            new = 0
-            for key, _ in items:
-                if key in values:
-                    growth -= len(key) + ENTRY_BYTES
-                else:
-                    new += 1
-        if not self._surely_fits(growth, new):  # that was as if no key came twice, and old values were empty
+        values, waiters = self.values, self.waiters
+        near = not self._surely_fits(0, len(items))
+        growth, new = self._most_growth(items, near)
+        if not near and not self._surely_fits(growth, new):
+            growth, new = self._most_growth(items, True)
+        if not self._surely_fits(growth, new):
             growth = new = 0
             for key, value in dict(items).items():
                 old = values.get(key)
@@ -347,8 +440,8 @@ class Keyspace(JoinRegistry):
                 else:
                     growth += len(value) - cost(old)
             self._make_room(growth, new)
-        grown = 0
-        awaited: list[bytes] = []
+        grown = created = 0
+        awaited: dict[bytes, None] = {}
         some_wait = len(waiters) > 0
         # Then whether each key is awaited is found out in steps, too.
         many = len(waiters) > self.portion and len(items) > self.portion
@@ -360,21 +453,21 @@ class Keyspace(JoinRegistry):
                 grown += len(value) - len(old)
             elif old is None:
                 grown += len(key) + ENTRY_BYTES + len(value)
-                self.changes += 1
+                created += 1
             else:
                 grown += len(value) - cost(old)
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
             if some_wait and (many or key in waiters):
-                awaited.append(key)
+                awaited[key] = None
         self.size += grown
-        if many or (awaited and self._registrations(awaited) > self.portion):
-            waking = WakeKeys(self, awaited)
-            self.begin_waking(waking)
-            for key in awaited if len(awaited) < len(self.counters) else list(self.counters):
+        self.changes += created
+        if many or (awaited and self._registrations(list(awaited)) > self.portion):
+            self.begin_waking(awaited)
+            for key in list(awaited if len(awaited) < len(self.counters) else self.counters):
                 counter = self.counters.get(key)
-                if counter is not None and key in waking.keys:
+                if counter is not None and key in awaited:
                     self.wake_counter(counter)
         else:
             for key in awaited:
@@ -411,159 +504,6 @@ class Keyspace(JoinRegistry):
         self.values[key] = value
         if isinstance(old, Growing):
             self._drop(old)
-
-    # Queues
-
-    def queue_push(self, key: bytes, value: Framed) -> None:
-        """Append to a queue and wake the next waiter. Raises ProtocolError for a reserved key."""
-        queue = self.queues.get(key)
-        growth = ENTRY_BYTES + len(value)
-        new = 0
-        if queue is None:
-            if key in self.reserved:
-                raise ProtocolError(f"key {key.decode()} is read-only")
-            if key not in self.leased:
-                growth += len(key) + QUEUE_BYTES
-                new = 1
-        self._make_room(growth, new)
-        self.queue_count += new
-        if queue is None:
-            if self.noting:
-                self.note(key)
-                self.close_group(key)
-            queue = self.queues[key] = deque()
-        queue.append(value)
-        self.size += growth
-        if key in self.waiters:
-            self.wake_next(key)
-            if self._woken > self.portion:
-                self._woken = 0
-                self.incremental = Pause()
-
-    def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
-        """Return the length before the pop and, unless that is 0, the oldest item."""
-        queue = self.queues.get(key)
-        if queue is None:
-            return 0, None
-        length = len(queue)
-        item = self._take(key, queue)
-        self.size -= ENTRY_BYTES + len(item)
-        return length, item
-
-    def _take(self, key: bytes, queue: deque[Framed]) -> Framed:
-        """Remove the oldest item, which still counts, and the queue if that was the last."""
-        item = queue.popleft()
-        if not queue:
-            if self.noting:
-                self.note(key)
-                self.close_group(key)
-            del self.queues[key]
-            if key not in self.leased:
-                self._forget_queue(key)
-        return item
-
-    def _forget_queue(self, key: bytes) -> None:
-        """Stop counting a queue."""
-        self.queue_count -= 1
-        self.size -= len(key) + QUEUE_BYTES
-
-    def queue_len(self, key: bytes) -> int:
-        queue = self.queues.get(key)
-        return 0 if queue is None else len(queue)
-
-    # Leases: pops that the client confirms
-
-    def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
-        """As `queue_pop`, but the item goes back unless the waiter confirms the ticket.
-
-        Raises ProtocolError for a ticket that is in use, and for too many leases.
-        """
-        leases = waiter.leases
-        pending = waiter.state == AWAITING_ITEM
-        if (leases is not None and ticket in leases) or (pending and waiter.number == ticket):
-            raise ProtocolError(f"ticket {ticket} is in use")
-        if leases is not None and len(leases) + pending >= MAX_LEASES:
-            raise ProtocolError(f"too many unconfirmed leases (max {MAX_LEASES})")
-        queue = self.queues.get(key)
-        if queue is None:
-            return 0, None
-        length = len(queue)
-        self.leased[key] = self.leased.get(key, 0) + 1
-        item = self._take(key, queue)
-        if leases is None:
-            leases = waiter.leases = {}
-        leases[ticket] = (key, item)
-        self.size += PARKED_BYTES + len(key)  # even above the limit: a full store has to be emptied
-        return length, item
-
-    def lease_later(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None] | None:
-        """As `lease` if the key exists. If not: None, and the waiter is granted an item when there is one."""
-        leased = self.lease(waiter, key, ticket)
-        if leased[0] or key in self.values or key in self.reserved:
-            return leased
-        self._require_idle(waiter)
-        if self._needs_steps(waiter):
-            self.incremental = UnparkFirst(self, waiter, partial(self.lease_later, waiter, key, ticket))
-            return None
-        self._grow(self.registration_bytes(key))
-        self._unpark(waiter)
-        self.park_on(waiter, key)
-        waiter.state = AWAITING_ITEM
-        waiter.awaited = key
-        waiter.number = ticket
-        return None
-
-    def confirm(self, waiter: Waiter, ticket: int) -> None:
-        """Drop the item leased under this ticket, if there is one: it has reached its caller."""
-        leases = waiter.leases
-        if leases is not None and ticket in leases:
-            key, item = leases.pop(ticket)
-            self.size -= ENTRY_BYTES + len(item)
-            self._end_lease(key)
-            if not leases:
-                waiter.leases = None
-
-    def _end_lease(self, key: bytes) -> None:
-        """Stop counting a lease, and its queue if that has no items, and no others that are leased."""
-        self.size -= PARKED_BYTES + len(key)
-        left = self.leased[key] - 1
-        if left:
-            self.leased[key] = left
-            return
-        del self.leased[key]
-        if key not in self.queues:
-            self._forget_queue(key)
-
-    def give_back(self, waiter: Waiter, ticket: int) -> Framed:
-        """Return the item leased under this ticket to the front of its queue, and wake the next waiter.
-
-        If the lease is still awaited, end that wait and return `ABSENT`; else return nothing.
-        """
-        if waiter.state == AWAITING_ITEM and waiter.number == ticket:
-            self._unpark(waiter)
-            return ABSENT
-        leases = waiter.leases
-        if leases is not None and ticket in leases:
-            self._restore([leases.pop(ticket)])
-            if not leases:
-                waiter.leases = None
-        return b""
-
-    def _restore(self, leased: list[tuple[bytes, Framed]]) -> None:
-        """Return items to the front of their queues, the oldest first; each wakes the next waiter, as a push does."""
-        for key, item in reversed(leased):
-            queue = self.queues.get(key)
-            if queue is None:
-                if self.noting:
-                    self.note(key)
-                    self.close_group(key)
-                queue = self.queues[key] = deque()
-            queue.appendleft(item)
-            self._end_lease(key)
-        if self.waiters:
-            offering = OfferReturned(self, deque([key for key, _ in leased if key in self.waiters]))
-            if not offering.step(self.portion):
-                self.defer(offering)
 
     # Reserved keys: information about the server
 
@@ -641,13 +581,13 @@ class Keyspace(JoinRegistry):
             self.incremental = UnparkFirst(self, waiter, partial(self.wait_count, waiter, key, target))
             return False
         counter = self.counters.get(key)
-        if counter is not None and counter.reaching is not None and target <= counter.reaching.total:
+        if counter is not None and counter.reaching and target <= counter.reached:
             self.incremental = PostponedWaitCount(counter, target, partial(self.wait_count, waiter, key, target))
             return False
         self._grow(self.registration_bytes(key) * (2 if counter is None else 1))
         self._unpark(waiter)
         if counter is None:
-            counter = self.counters[key] = Counter(self, key)
+            counter = self.counters[key] = Counter(self, key, self.registration_bytes(key))
             self._register_counter(counter)
         counter.add(waiter, target)
         self._weigh(waiter, self.registration_bytes(key))

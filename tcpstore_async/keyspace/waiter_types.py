@@ -9,15 +9,11 @@ Invariants: a waiter fires once for each wait. A member of a group has no regist
 from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..base.limits import MEMBER_BYTES
-from ..wire.values import Framed
-from .incremental import Value, WakeAtCount
-
-if TYPE_CHECKING:
-    from .accounts import Account
-    from .waiters import WaiterRegistry
+from ..wire.values import Framed, Value
+from .accounts import Account
 
 KeySet = set[bytes]
 
@@ -97,7 +93,7 @@ class Waiter:
         """
         return False
 
-    def account(self) -> "Account | None":
+    def account(self) -> Account | None:
         """Return what is counted for it, if that is limited."""
         return None
 
@@ -121,10 +117,22 @@ class CallbackWaiter(Waiter):
         self.callback()
 
 
+class GroupRegistry:
+    """Where groups are registered. The base class of `WaiterRegistry`."""
+
+    def counter_changed(self, counter: "Counter") -> None:
+        """Wake the members of a counter whose registration was used up, as far as their targets are reached."""
+        raise NotImplementedError
+
+    def wait_is_over(self, group: "SharedWait") -> None:
+        """Wake the members of a group that has nothing left to await."""
+        raise NotImplementedError
+
+
 class Group(Waiter):
     """Waiters that are registered as one."""
 
-    def __init__(self, registry: "WaiterRegistry", member_bytes: int) -> None:
+    def __init__(self, registry: GroupRegistry, member_bytes: int) -> None:
         super().__init__()
         self.registry = registry
         self.member_bytes = member_bytes
@@ -141,15 +149,17 @@ class Counter(Group):
     A write looks at the smallest target only, so n writes with m waiters cost n + m and not n * m.
     """
 
-    def __init__(self, registry: "WaiterRegistry", key: bytes) -> None:
-        super().__init__(registry, registry.registration_bytes(key))
+    def __init__(self, registry: GroupRegistry, key: bytes, member_bytes: int) -> None:
+        super().__init__(registry, member_bytes)
         self.key = key
         self.targets: list[int] = []
         """A heap of targets; some may have no waiters any more."""
         self.awaiting: dict[int, OrderedDict[Waiter, None]] = {}
         """By target, its waiters in order of arrival."""
-        self.reaching: WakeAtCount | None = None
-        """The deferred work that wakes waiters whose target has been reached, if they are many."""
+        self.reaching = False
+        """Whether deferred work wakes waiters whose target has been reached, because they are many."""
+        self.reached: int = 0
+        """The largest number written since that began."""
 
     def fire(self, value: Value | None) -> None:
         self.registry.counter_changed(self)
@@ -231,7 +241,7 @@ class SharedWait(Group):
     group is closed to further waiters.
     """
 
-    def __init__(self, registry: "WaiterRegistry") -> None:
+    def __init__(self, registry: GroupRegistry) -> None:
         super().__init__(registry, MEMBER_BYTES)
         self.members: OrderedDict[Waiter, None] = OrderedDict()
         """In order of arrival."""

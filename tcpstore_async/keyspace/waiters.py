@@ -1,45 +1,23 @@
-"""Waiters parked on keys: registrations, wake-ups and the hand-off of queue items.
+"""Waking: which waiters a write or a queued item wakes, in which order, and the hand-off of items.
 
-This module knows which waiters a write or a queued item wakes, and in which order. It does not know what is stored: the
-keyspace, which extends `WaiterRegistry`, supplies values, numbers and items. What a waiter replies when it is woken is
-its own `fire` (`waiter_types.py`), which for a connection is that of `session/server.py`.
+It does not know what is stored: the keyspace, which extends `WaiterRegistry`, supplies values, numbers and items. What
+a waiter replies when it is woken is its own `fire` (`waiter_types.py`), which for a connection is that of
+`session/server.py`. `registrations.py` has the terms.
 
-Terms:
-
-* A *registration* lets a waiter be woken when a key appears. Registrations under one key are kept in order of arrival,
-  each with a count: how often one WAIT named the key.
-* A registration is *stale* when it outlives the wait that made it: PyTorch's servers let a second WAIT replace the
-  number of registrations that are awaited, but not the registrations themselves. Its count is then negative. A write
-  uses it up like any other, and counts down whatever its waiter awaits by then; a queue skips it.
-* A *group* is registered for all its members: waiters for one counter, or WAITs for one list of keys.
-* A *hand-off* is an item of a queue that a woken waiter is expected to take with its next command. If that command does
-  something else, or the waiter leaves, the next waiter is woken.
-
-Invariants: a waiter fires once, when the registrations that it awaits are used up, and no registration is left that
-nothing can use up. If waiters (except those in a barrier of the same name, and those that were passed over) are parked
-on a queue that holds items, each of these items is covered by a hand-off. `size` includes every registration.
+Invariants: a waiter fires once, when the registrations that it awaits are used up. If waiters (except those in a
+barrier of the same name, and those that were passed over) are parked on a queue that holds items, each of these items
+is covered by a hand-off.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from itertools import islice
+from typing import Any, Final
 
-from ..base.errors import LimitError, ProtocolError
-from ..base.limits import PARKED_BYTES
-from ..wire.values import Framed
-from .accounts import Account
-from .incremental import (
-    AWAITED_BYTES,
-    UNCUT,
-    DeferredWork,
-    IncrementalCommand,
-    UnparkDeparted,
-    Value,
-    WakeAtCount,
-    WakeKeys,
-    WakeMany,
-    WakeMembers,
-)
+from ..base.errors import ProtocolError
+from ..wire.values import Framed, Value
+from .registrations import FEW, Registrations
+from .steps import DeferredWork, IncrementalCommand
 from .waiter_types import (
     AWAITING_ITEM,
     AWAITING_KEYS,
@@ -48,90 +26,181 @@ from .waiter_types import (
     Counter,
     Group,
     Handoff,
-    KeyList,
     SharedWait,
     Waiter,
 )
 
+_AWAITED_BYTES: Final = 80
+"""Counted for a key that a MULTI_SET wrote and whose waiters are to be woken: its entry in a dict."""
+
+_TAKEN: Final = 5000
+"""Registrations, most of them stale, that are taken away in one step while items are offered: about a millisecond."""
+
 _LONG: Final = 16
 """Registrations under one key from which on the holes that others left are counted."""
 
-_HOLES: Final = 16
-"""A dict of n registrations is rebuilt once it has more than sqrt(n * _HOLES) holes: copying and skipping balance."""
 
-_FEW: Final = 16
-"""Members of a group that are woken at once, as one write may end the waits of many groups; and registrations that are
-dropped at once, as many waiters may go at the same moment."""
+class PostponedWaitCount(IncrementalCommand):
+    """A WAIT_COUNT for a target that has been reached, while earlier waiters for it are still to be woken."""
+
+    def __init__(self, counter: Counter, target: int, then: Callable[[], Any]) -> None:
+        super().__init__()
+        self.counter = counter
+        self.target = target
+        self.then = then
+
+    def step(self, most: int) -> bool:
+        if self.counter.reaching and self.target <= self.counter.reached:
+            return False
+        self.result = self.then()
+        return True
 
 
-class WaiterRegistry:
+class PostponedCommands(IncrementalCommand):
+    """What a session does instead of its next command while `WaiterRegistry.postpones` its waiter. It has no reply."""
+
+    def __init__(self, registry: "WaiterRegistry", waiter: Waiter) -> None:
+        super().__init__()
+        self.registry = registry
+        self.waiter = waiter
+        self.result = []
+
+    def step(self, most: int) -> bool:
+        return not self.registry.postpones(self.waiter)
+
+
+class OfferReturned(DeferredWork):
+    """Offer items that went back to their queues to the next waiters, in order.
+
+    At once if that is soon done; else others may take the items in between.
+    """
+
+    def __init__(self, registry: "WaiterRegistry", keys: deque[bytes]) -> None:
+        self.registry = registry
+        self.keys = keys
+        """The queues, one for each item."""
+        self.passed_over: set[bytes] = set()
+        """Queues of which nobody is to take an item."""
+        self.late = False
+        """Whether the items may have been taken, or offered already."""
+
+    def step(self, most: int) -> bool:
+        registry, keys = self.registry, self.keys
+        before = registry.taken
+        while keys:
+            if registry.taken - before > _TAKEN:
+                self.late = True
+                return False
+            key = keys.popleft()
+            if key in self.passed_over or key not in registry.waiters:
+                continue
+            if self.late and registry.queue_len(key) <= registry.handoffs.get(key, 0):
+                continue
+            if not registry.wake_next(key, handed_on=True):
+                self.passed_over.add(key)
+        return True
+
+
+class WakeMany(DeferredWork):
+    """Wake many waiters of a key that was written, in order of arrival."""
+
+    def __init__(self, registry: "WaiterRegistry", key: bytes, registered: dict[Waiter, int], value: Value) -> None:
+        self.registry = registry
+        self.key = key
+        self.registered = registered
+        self.value = value
+        """The value when it was written, for waiters that fetch it."""
+        self.empty = registry.queue_len(key) == 0
+        """Whether the queue of that name had no items, for waiters that lease one."""
+
+    def step(self, most: int) -> bool:
+        registered = self.registered
+        if isinstance(self.value, list):
+            most = max(1, most // len(self.value))
+        for waiter in list(islice(registered, most)):
+            count = registered[waiter]
+            del registered[waiter]  # compiled, `pop` costs three times as much
+            self.registry.wake(waiter, self.key, count, self.value, self.empty)
+        return not registered
+
+    def resolve(self, waiter: Waiter) -> None:
+        count = self.registered.pop(waiter, 0)
+        if count:
+            self.registry.wake(waiter, self.key, count, self.value, self.empty)
+
+
+class WakeKeys(DeferredWork):
+    """Wake the waiters of many keys that were written at once; those of one key in order of arrival.
+
+    Registrations stay where they are until then: taking out those of 131,072 keys would take too long. So whoever is
+    about to change such a key otherwise, or to park on it, calls `WaiterRegistry.finish_waking` first.
+    """
+
+    def __init__(self, registry: "WaiterRegistry", keys: dict[bytes, None]) -> None:
+        self.registry = registry
+        self.keys = keys
+        """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
+
+    def step(self, most: int) -> bool:
+        registry = self.registry
+        keys = self.keys
+        while keys and most > 0:
+            key, _ = keys.popitem()
+            registered = registry.waiters.get(key)
+            if registered is not None:
+                most -= len(registered)
+                registry.wake_all(key)
+            most -= 1
+        registry.weigh_awaited(keys)
+        if keys:
+            return False
+        registry.set_waking(None)
+        return True
+
+    def resolve(self, waiter: Waiter) -> None:
+        parked = waiter.parked
+        if parked is None:
+            return
+        for key in [key for key in parked if key in self.keys]:
+            self.registry.wake_now(waiter, key)
+
+
+class WakeAtCount(DeferredWork):
+    """Wake many waiters of a counter whose targets have been reached."""
+
+    def __init__(self, registry: "WaiterRegistry", counter: Counter) -> None:
+        self.registry = registry
+        self.counter = counter
+
+    def step(self, most: int) -> bool:
+        return self.registry.wake_reached(self.counter, most)
+
+    def resolve(self, waiter: Waiter) -> None:
+        if waiter.group is self.counter and waiter.number <= self.counter.reached:
+            self.counter.remove(waiter)
+            self.registry.wake_member(waiter, self.counter)
+
+
+class WakeMembers(DeferredWork):
+    """Wake the members of a large group whose wait is over, in order of arrival."""
+
+    def __init__(self, registry: "WaiterRegistry", group: SharedWait) -> None:
+        self.registry = registry
+        self.group = group
+
+    def step(self, most: int) -> bool:
+        return self.registry.wake_members(self.group, most)
+
+    def resolve(self, waiter: Waiter) -> None:
+        if waiter.group is self.group:
+            self.group.remove(waiter)
+            self.registry.wake_member(waiter, self.group)
+
+
+class WaiterRegistry(Registrations):
     """The waiters of one store, and the work that waking them leaves for later. The base class of `Keyspace`."""
 
-    def __init__(self, max_size: int, portion: int) -> None:
-        self.portion = portion
-        """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
-        self._most_at_once: int = portion if portion == UNCUT else min(_FEW, portion)
-        """Registrations of a waiter that has gone which are dropped at once, and of a key that are used up at once in
-        any case."""
-        self._woken: int = 0
-        """Registrations that writes and items have used up at once since the last step."""
-        self.taken: int = 0
-        """Registrations that items have used up, or that were set aside as stale, so far."""
-        self.incremental: IncrementalCommand | None = None
-        """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
-        self.work: deque[DeferredWork] = deque()
-        """What finished commands have left to do; see `step`."""
-        self.working = False
-        """Whether there is work: cheaper to test than a deque."""
-        self.waking: WakeKeys | None = None
-        """The part of the deferred work that wakes the waiters of many keys."""
-        self._awaited: int = 0
-        """Bytes counted for it."""
-        self.unparking: UnparkDeparted | None = None
-        """The part of the deferred work that drops registrations of waiters that have gone."""
-        self.on_work: Callable[[], object] | None = None
-        """Called when the first work is deferred."""
-        self.waiters: dict[bytes, dict[Waiter, int]] = {}
-        """By key: the registrations in order of arrival, with their counts."""
-        self.stale: dict[bytes, dict[Waiter, int]] = {}
-        """By key: stale registrations that a queue has skipped, so that its next push does not look at them again.
-
-        They precede those in `waiters`, where the key is present too, though perhaps with nothing in it.
-        """
-        self.unmarked: set[Waiter] = set()
-        """Idle waiters with many stale registrations whose counts are not negative yet.
-
-        `MarkStale` must run before one of them is parked again.
-        """
-        self.counters: dict[bytes, Counter] = {}
-        """By key: the waiters for its number."""
-        self.tracked: dict[bytes, KeyList] = {}
-        """By key: the list of keys that names it and for which something is kept; see `SharedRequests`."""
-        self.holes: dict[bytes, int] = {}
-        """By key with many registrations: how many were removed since its dict was built."""
-        self.handoffs: dict[bytes, int] = {}
-        """By queue: the number of hand-offs."""
-        self.size: int = 0
-        """Bytes counted for the whole store, waiters included."""
-        self.parked: int = 0
-        """Of these, bytes counted for waiters."""
-        self.max_size: int = max_size
-        """The size above which `on_full` decides."""
-        self.on_full: Callable[[int], None] | None = None
-        """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
-        self.account: Account | None = None
-        """What is counted for whoever changes the store now, if that is limited; see `charge`."""
-        self._keys_before: int = 0
-        self._stored_before: int = 0
-        """What was stored when it was charged."""
-        self._last_key: bytes = b""
-        """The key of the last BARRIER, or WAIT for one key; see `known`."""
-
     # What the keyspace supplies
-
-    def count_keys(self) -> int:
-        """Return the number of keys and queues."""
-        raise NotImplementedError
 
     def reply_value(self, key: bytes) -> Value:
         """Return the value of a key as it is sent to a waiter that fetches it."""
@@ -145,311 +214,9 @@ class WaiterRegistry:
         """Return the number of items in a queue."""
         raise NotImplementedError
 
-    def update_noting(self) -> None:
-        """Find out whether anything has to be noted before a key changes, such as `finish_waking`."""
-        raise NotImplementedError
-
     def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
         """Lease the oldest item of a queue to the waiter."""
         raise NotImplementedError
-
-    # Deferred work
-
-    def defer(self, work: DeferredWork) -> None:
-        """Leave work for `step`."""
-        self.work.append(work)
-        self.working = True
-        if len(self.work) == 1 and self.on_work is not None:
-            self.on_work()
-
-    def step(self) -> None:
-        """Do a portion of the deferred work. There must be some."""
-        work = self.work[0]
-        self._woken = -self.portion  # a step of `WakeKeys` stops by itself
-        if work.step(self.portion):
-            self.work.popleft()
-            self.working = len(self.work) > 0
-        self._woken = 0
-
-    def postpones(self, waiter: Waiter) -> bool:
-        """Whether a waiter may have more registrations for `waking` to use up than `resolve` uses up at once.
-
-        Its next command has to be postponed until that work is done.
-        """
-        return self.waking is not None and self._needs_steps(waiter)
-
-    def resolve(self, waiter: Waiter) -> None:
-        """Do the deferred work that concerns a waiter, before it sends or receives anything else.
-
-        For one whose commands are postponed that takes long: only a queue that needs to know what it awaits does so.
-        """
-        group = waiter.group
-        if group is not None:
-            for work in list(self.work):  # it may grow by the waking of the group
-                work.resolve(group)
-        for work in self.work:
-            work.resolve(waiter)
-
-    # Size
-
-    def _grow(self, growth: int) -> None:
-        """Make sure that the store may grow by so many bytes. Raises LimitError."""
-        if growth > 0 and self.size + growth > self.max_size:
-            if self.on_full is None:
-                raise LimitError("budget_bytes", self.size + growth, self.max_size)
-            self.on_full(growth)
-
-    def _make_room(self, growth: int, keys: int = 0) -> None:
-        """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
-        account = self.account
-        if account is not None:
-            keys += self.count_keys() - self._keys_before
-            size = growth + self.size - self.parked - self._stored_before
-            if not account.usage.allows(keys, size):
-                account.bound(self._keys_before, self._stored_before)
-                account.usage.demand(keys, size)
-        self._grow(growth)
-
-    def charge(self, account: Account | None) -> Account | None:
-        """Count for this account what is stored, or no longer, from now on; return the one before, to be put back."""
-        before = self.account
-        if before is not account:
-            keys, stored = self.count_keys(), self.size - self.parked
-            if before is not None:
-                before.add(keys - self._keys_before, stored - self._stored_before)
-            self.account = account
-            self._keys_before, self._stored_before = keys, stored
-        return before
-
-    def registration_bytes(self, key: bytes) -> int:
-        return len(key) + PARKED_BYTES
-
-    def _weigh(self, waiter: Waiter, amount: int) -> None:
-        """Count so many bytes more, or less, for a waiter."""
-        waiter.weight += amount
-        self.parked += amount
-        self.size += amount
-
-    def hold(self, waiter: Waiter, size: int) -> None:
-        """Count bytes that are held for a waiter elsewhere. Raises LimitError."""
-        self._grow(size)
-        self._weigh(waiter, size)
-
-    def hold_less(self, waiter: Waiter, size: int) -> None:
-        self._weigh(waiter, -size)
-
-    # Registering
-
-    def park(self, waiter: Waiter, keys: list[bytes]) -> None:
-        """Register the waiter under missing keys and let it await as many registrations. Raises LimitError."""
-        group = waiter.group
-        growth = 0 if group is None else self._separation_bytes(waiter)
-        for key in keys:
-            growth += self.registration_bytes(key)
-            if self.tracked:
-                self.close_group(key)
-        self._grow(growth)
-        if isinstance(group, SharedWait):
-            self._separate(waiter, group)
-        elif group is not None:
-            self._leave_group(waiter, group)
-        waiter.state = AWAITING_KEYS
-        waiter.awaited = b""
-        waiter.remaining = len(keys)
-        if waiter.parked is None:
-            waiter.parked = set()
-        added = 0
-        for key in keys:
-            registered = self.waiters.get(key)
-            if registered is None:
-                registered = self.waiters[key] = {}
-            if key not in waiter.parked:
-                registered[waiter] = 1
-                waiter.parked.add(key)
-                added += self.registration_bytes(key)
-            elif (count := registered.get(waiter, 0)) > 0:
-                registered[waiter] = count + 1
-            else:  # stale: renewed, and moved to the end
-                registered[waiter] = 1 - self._pop_registration(waiter, key)
-        self._weigh(waiter, added)
-
-    def park_on(self, waiter: Waiter, key: bytes) -> None:
-        """Do the same as `park` for one key: what ranks send most, without what a list needs. Raises LimitError."""
-        if waiter.parked is not None or waiter.group is not None:
-            self.park(waiter, [key])
-            return
-        if self.tracked:
-            self.close_group(key)
-        size = self.registration_bytes(key)
-        self._grow(size)
-        waiter.state = AWAITING_KEYS
-        waiter.awaited = b""
-        waiter.remaining = 1
-        waiter.parked = {key}
-        self._register(waiter, key, 1)
-
-    def known(self, key: bytes) -> bytes:
-        """Return the same key as the peer before has sent, if they are equal.
-
-        The ranks of a job name one key after each other. The hash of that object is known, dicts find it by identity,
-        and the waiters do not have a copy each.
-        """
-        last = self._last_key
-        if key == last:
-            return last
-        self._last_key = key
-        return key
-
-    def _register(self, waiter: Waiter, key: bytes, count: int) -> None:
-        """Add a registration, and count it for the waiter."""
-        registered = self.waiters.get(key)
-        if registered is None:
-            registered = self.waiters[key] = {}
-        registered[waiter] = count
-        self._weigh(waiter, self.registration_bytes(key))
-
-    def _require_idle(self, waiter: Waiter) -> None:
-        """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
-        if waiter.state != IDLE:
-            raise ProtocolError("connection already has a pending wait")
-
-    # Unregistering
-
-    def _needs_steps(self, waiter: Waiter) -> bool:
-        """Whether dropping the waiter's registrations takes more than one portion."""
-        return waiter.parked is not None and len(waiter.parked) > self.portion
-
-    def _make_idle(self, waiter: Waiter) -> None:
-        """Let the waiter await nothing. Its registrations stay."""
-        if waiter.group is not None:
-            self._leave_group(waiter, waiter.group)
-        waiter.state = IDLE
-        waiter.awaited = b""
-        waiter.remaining = 0
-        waiter.barrier = None
-
-    def _unpark(self, waiter: Waiter) -> None:
-        """Let the waiter await nothing and drop all its registrations."""
-        self._make_idle(waiter)
-        parked = waiter.parked
-        if parked is None:
-            return
-        waiter.parked = None
-        if self.unmarked:
-            self.unmarked.discard(waiter)
-        for key in parked:
-            self._unregister(waiter, key)
-
-    def has_many(self, waiter: Waiter) -> bool:
-        """Whether the registrations of a waiter that has gone are dropped later: others may go at the same moment."""
-        return waiter.parked is not None and len(waiter.parked) > self._most_at_once
-
-    def unpark_later(self, waiter: Waiter) -> None:
-        """Let a waiter that has gone await nothing, and drop its registrations in steps."""
-        self._make_idle(waiter)
-        if self.unparking is None:
-            self.unparking = UnparkDeparted(self)
-            self.defer(self.unparking)
-        self.unparking.waiters.append(waiter)
-
-    def unpark_some(self, waiter: Waiter, most: int) -> bool:
-        """Drop at most so many registrations of an idle waiter; True if none is left."""
-        if self.working:
-            self.resolve(waiter)  # registrations that a WakeMany holds
-        parked = waiter.parked
-        if parked is not None:
-            for _ in range(min(most, len(parked))):
-                self._unregister(waiter, parked.pop())
-            if parked:
-                return False
-            waiter.parked = None
-        self.unmarked.discard(waiter)
-        return True
-
-    def _unregister(self, waiter: Waiter, key: bytes) -> None:
-        """Drop one registration."""
-        self._pop_registration(waiter, key)
-        self._weigh(waiter, -self.registration_bytes(key))
-        self._drop_empty(key)
-
-    def _drop_empty(self, key: bytes) -> None:
-        """Drop what is kept for a key of which a registration was removed, if that was the last; or note the hole."""
-        registered = self.waiters[key]
-        if not registered and key not in self.stale:
-            del self.waiters[key]
-        elif len(registered) >= _LONG - 1:
-            self._compact(key, registered, 1)
-
-    def _pop_registration(self, waiter: Waiter, key: bytes) -> int:
-        """Remove a registration from `waiters`, or from `stale`, and return its count."""
-        count = self.waiters[key].pop(waiter, 0)
-        if count:
-            return count
-        stale = self.stale[key]
-        count = stale.pop(waiter)
-        if not stale:
-            del self.stale[key]
-        return count
-
-    def _compact(self, key: bytes, registered: dict[Waiter, int], removed: int) -> None:
-        """Note that registrations were removed, and rebuild the dict if it has too many holes.
-
-        Looking for the first entry of a dict steps over the places of all that were removed before it.
-        """
-        holes = self.holes.get(key, 0) + removed
-        if len(registered) < _LONG or holes * holes > _HOLES * len(registered):
-            self.holes.pop(key, None)
-            self.waiters[key] = dict(registered)
-        else:
-            self.holes[key] = holes
-
-    # Using up registrations
-
-    def _count_down(self, waiter: Waiter, key: bytes, count: int) -> int:
-        """Take a used-up registration off the waiter. Returns the state that this ends; IDLE if it ends no wait."""
-        parked = waiter.parked
-        assert parked is not None
-        parked.remove(key)
-        self._weigh(waiter, -self.registration_bytes(key))
-        remaining = waiter.remaining
-        waiter.remaining = remaining - count
-        if remaining <= 0 or remaining > count:
-            if not parked and remaining <= 0:  # that was the last stale one
-                waiter.parked = None
-                if self.unmarked:
-                    self.unmarked.discard(waiter)
-            return IDLE
-        state = waiter.state
-        if parked:
-            self.end_wait(waiter)
-        else:  # the common case, without a call
-            waiter.state = IDLE
-            waiter.barrier = None
-            waiter.parked = None
-        return state
-
-    def end_wait(self, waiter: Waiter) -> None:
-        """Make the waiter idle. Registrations that it still has become stale."""
-        waiter.state = IDLE
-        waiter.barrier = None
-        keys = waiter.parked
-        if not keys:
-            waiter.parked = None
-            return
-        if len(keys) > self.portion:
-            self.unmarked.add(waiter)
-        else:
-            self.mark_stale(waiter, list(keys))
-
-    def mark_stale(self, waiter: Waiter, keys: list[bytes]) -> None:
-        """Make the counts of an idle waiter's registrations negative."""
-        for key in keys:
-            registered = self.waiters.get(key)
-            if registered is None:
-                continue  # a WakeMany has it, or it is being used up just now
-            count = registered.get(waiter, 0)
-            if count > 0:
-                registered[waiter] = -count
 
     # Waking
 
@@ -490,20 +257,20 @@ class WaiterRegistry:
         if counter is not None:
             self.counter_changed(counter)
 
-    def begin_waking(self, work: WakeKeys) -> None:
-        """Let this work wake the waiters of the keys that it expects, which have all been written."""
-        self.set_waking(work)
-        self.weigh_awaited(work.keys)
-        self.defer(work)
+    def begin_waking(self, keys: dict[bytes, None]) -> None:
+        """Wake the waiters of these keys, which have all been written, in steps."""
+        self.set_waking(keys)
+        self.weigh_awaited(keys)
+        self.defer(WakeKeys(self, keys))
 
-    def set_waking(self, work: WakeKeys | None) -> None:
+    def set_waking(self, keys: dict[bytes, None] | None) -> None:
         """Begin, or end, waking the waiters of many keys."""
-        self.waking = work
+        self.waking = keys
         self.update_noting()
 
     def weigh_awaited(self, keys: dict[bytes, None]) -> None:
         """Count the keys that `waking` still has to do with."""
-        growth = len(keys) * AWAITED_BYTES - self._awaited
+        growth = len(keys) * _AWAITED_BYTES - self._awaited
         self._awaited += growth
         self.parked += growth
         self.size += growth
@@ -511,8 +278,8 @@ class WaiterRegistry:
     def finish_waking(self, key: bytes) -> None:
         """Wake the waiters of a key that `waking` has to do with, because the key is about to change."""
         waking = self.waking
-        if waking is not None and key in waking.keys:
-            del waking.keys[key]
+        if waking is not None and key in waking:
+            del waking[key]
             if key in self.waiters:
                 self.wake_all(key)
 
@@ -650,63 +417,13 @@ class WaiterRegistry:
 
     # Groups
 
-    def _leave_group(self, waiter: Waiter, group: Group) -> None:
-        """Make a member idle and remove it from its group, and drop the group if it was the last."""
-        last = group.remove(waiter)
-        self._weigh(waiter, -group.member_bytes)
-        if not last:
-            return
-        if isinstance(group, Counter):
-            self._drop_counter(group)
-        elif isinstance(group, SharedWait):
-            self._close(group)
-            if self.has_many(group):
-                self.unpark_later(group)
-            else:
-                self._unpark(group)
-
-    def close_group(self, key: bytes) -> None:
-        """Let no further waiter join the group for the list that names this key.
-
-        To be called where a new WAIT for that list would be registered otherwise than the group: when one of its keys
-        ceases to exist, or comes into being without using up the group's registration, and when another waiter is
-        registered under it, behind which that WAIT has to stay.
-        """
-        listed = self.tracked.get(key)
-        if listed is not None and listed.group is not None:
-            self._close(listed.group)
-
-    def _close(self, group: SharedWait) -> None:
-        listed = group.listed
-        if listed is not None:
-            listed.group = None
-            group.listed = None
-
-    def _separation_bytes(self, waiter: Waiter) -> int:
-        """Return by how much the store grows, at most, when the waiter leaves its group and is registered by itself."""
-        group = waiter.group
-        return group.weight if isinstance(group, SharedWait) else 0
-
-    def _separate(self, waiter: Waiter, group: SharedWait) -> None:
-        """Replace a waiter's membership by registrations of its own, behind all others."""
-        parked = group.parked
-        assert parked is not None
-        registrations = [(key, self.waiters[key][group]) for key in parked]
-        self._leave_group(waiter, group)
-        waiter.parked = set()
-        for key, count in registrations:
-            if self.tracked:
-                self.close_group(key)
-            waiter.parked.add(key)
-            self._register(waiter, key, count)
-
     def wait_is_over(self, group: SharedWait) -> None:
         """Wake the members of a group that has nothing left to await: now if they are few."""
         self._close(group)
-        if len(group.members) > min(_FEW, self.portion):
+        if len(group.members) > min(FEW, self.portion):
             self.defer(WakeMembers(self, group))
         else:
-            self.wake_members(group, _FEW)
+            self.wake_members(group, FEW)
 
     def wake_members(self, group: SharedWait, most: int) -> bool:
         """Wake at most so many members; True if none is left."""
@@ -768,10 +485,6 @@ class WaiterRegistry:
         counter.parked = {key}
         self._register(counter, key, -1)
 
-    def _drop_counter(self, counter: Counter) -> None:
-        del self.counters[counter.key]
-        self._unpark(counter)
-
     def counter_changed(self, counter: Counter) -> None:
         """Wake the waiters whose target a write has reached, and register the counter anew for the others."""
         key = counter.key
@@ -780,8 +493,8 @@ class WaiterRegistry:
         except ProtocolError:
             self._register_counter(counter)  # it is not a number: that ends no wait
             return
-        if counter.reaching is not None:
-            counter.reaching.total = max(counter.reaching.total, total)
+        if counter.reaching:
+            counter.reached = max(counter.reached, total)
         else:
             for _ in range(self.portion):
                 waiter = counter.next_reached(total)
@@ -789,19 +502,20 @@ class WaiterRegistry:
                     break
                 self.wake_member(waiter, counter)
             else:
-                counter.reaching = WakeAtCount(self, counter, total)
-                self.defer(counter.reaching)
+                counter.reaching = True
+                counter.reached = total
+                self.defer(WakeAtCount(self, counter))
         if counter.awaiting:
             self._register_counter(counter)
         else:
             del self.counters[key]
 
-    def wake_reached(self, counter: Counter, total: int, most: int) -> bool:
+    def wake_reached(self, counter: Counter, most: int) -> bool:
         """Wake at most so many waiters whose target has been reached; True if none is left."""
         for _ in range(most):
-            waiter = counter.next_reached(total)
+            waiter = counter.next_reached(counter.reached)
             if waiter is None:
-                counter.reaching = None
+                counter.reaching = False
                 if not counter.awaiting and self.counters.get(counter.key) is counter:
                     self._drop_counter(counter)
                 return True

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
-from ..keyspace.incremental import DeferredWork, FreeDict
+from ..keyspace.steps import DeferredWork, FreeDict
 from ..wire.codecs import Handler
 from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
 from ..wire.values import Framed

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from ..auth.access import Access
 from ..base.errors import ProtocolError
 from ..base.keys import describe_wait, readable
-from ..keyspace.incremental import IncrementalCommand
 from ..keyspace.keyspace import Keyspace
+from ..keyspace.steps import IncrementalCommand
 from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack

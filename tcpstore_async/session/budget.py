@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Final
 
 from ..base.errors import BudgetError
-from ..keyspace.incremental import KeyListing
 from ..keyspace.keyspace import Keyspace
+from ..keyspace.steps import KeyListing
 from ..keyspace.waiter_types import SharedWait, Waiter
 from .unsent import CHUNK, Pins, Unsent
 

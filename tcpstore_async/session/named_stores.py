@@ -22,7 +22,7 @@ import msgspec
 from ..base.addresses import spelled
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
 from ..keyspace.accounts import Account
-from ..keyspace.incremental import DeferredWork, FreeDict, IncrementalCommand
+from ..keyspace.steps import DeferredWork, FreeDict, IncrementalCommand
 from ..keyspace.waiter_types import AWAITING_STORE, IDLE
 from ..observe.history import NEVER
 from ..wire.commands import SERVER_KEY, WORKERS_KEY

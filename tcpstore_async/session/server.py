@@ -18,17 +18,16 @@ from ..base.errors import BudgetError, LimitError, NotAllowedError, PeerError, P
 from ..base.limits import Limits
 from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.accounts import Account
-from ..keyspace.incremental import (
+from ..keyspace.keyspace import Keyspace
+from ..keyspace.steps import (
     DeferredWork,
     IncrementalCommand,
     KeyListing,
     ListKeys,
-    PostponedCommands,
     ReplyInPieces,
-    Value,
 )
-from ..keyspace.keyspace import Keyspace
 from ..keyspace.waiter_types import Handoff
+from ..keyspace.waiters import PostponedCommands
 from ..observe.history import NEVER, History
 from ..observe.missing import Questions
 from ..wire.codecs import (
@@ -42,7 +41,7 @@ from ..wire.codecs import (
     encode_popped,
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command
-from ..wire.values import PREFIX, Framed, length, pack, unpack
+from ..wire.values import PREFIX, Framed, Value, length, pack, unpack
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
 from .guard import Guard, TokenUsage, authentication_required
 from .identity import (

@@ -50,6 +50,9 @@ _PIECE: Final = 256 * 1024
 Framed = bytes | bytearray
 """A value behind its length prefix."""
 
+Value = Framed | list[Framed]
+"""A value as it goes into a reply: one piece or, if it is large and was appended to, several."""
+
 
 class Growing:
     """A value under APPEND: pieces that do not change any more, and a growing tail."""

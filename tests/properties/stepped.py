@@ -12,16 +12,11 @@ import random
 
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.incremental import (
-    MarkStale,
-    ParkOnKeys,
-    PostponedCommands,
-    PostponedMultiSet,
-    PostponedWaitCount,
-    ReadKeys,
-    UnparkFirst,
-)
+from tcpstore_async.keyspace.keyspace import ParkOnKeys, PostponedMultiSet
+from tcpstore_async.keyspace.registrations import MarkStale, UnparkFirst
+from tcpstore_async.keyspace.shared_requests import ReadKeys
 from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
+from tcpstore_async.keyspace.waiters import PostponedCommands, PostponedWaitCount
 from tcpstore_async.session.server import Engine
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command

@@ -11,8 +11,8 @@ from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.base.errors import BudgetError, ProtocolError
 from tcpstore_async.base.limits import MIB, QUEUE_BYTES, Limits
-from tcpstore_async.keyspace.incremental import KeyListing
 from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.keyspace.steps import KeyListing
 from tcpstore_async.session.budget import SESSION_BYTES, Budget, StoreShare
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.session.unsent import Unsent

@@ -10,8 +10,9 @@ from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.incremental import ParkOnKeys, ReadKeys
-from tcpstore_async.keyspace.keyspace import MAX_LEASES
+from tcpstore_async.keyspace.keyspace import ParkOnKeys
+from tcpstore_async.keyspace.queues import MAX_LEASES
+from tcpstore_async.keyspace.shared_requests import ReadKeys
 from tcpstore_async.serving import build
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import SERVER_KEY

@@ -1,0 +1,537 @@
+"""Registrations: which waiters are parked on which keys, and what they count in memory.
+
+This module does not know what is stored, nor whom a write wakes: `WaiterRegistry`, which extends `Registrations`, does.
+
+Terms:
+
+* A *registration* lets a waiter be woken when a key appears. Registrations under one key are kept in order of arrival,
+  each with a count: how often one WAIT named the key.
+* A registration is *stale* when it outlives the wait that made it: PyTorch's servers let a second WAIT replace the
+  number of registrations that are awaited, but not the registrations themselves. Its count is then negative. A write
+  uses it up like any other, and counts down whatever its waiter awaits by then; a queue skips it.
+* A *group* is registered for all its members: waiters for one counter, or WAITs for one list of keys.
+* A *hand-off* is an item of a queue that a woken waiter is expected to take with its next command. If that command does
+  something else, or the waiter leaves, the next waiter is woken.
+
+Invariants: no registration is left that nothing can use up. `size` includes every registration.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..base.errors import LimitError, ProtocolError
+from ..base.limits import PARKED_BYTES
+from .accounts import Account
+from .steps import UNCUT, DeferredWork, IncrementalCommand
+from .waiter_types import (
+    AWAITING_KEYS,
+    IDLE,
+    Counter,
+    Group,
+    GroupRegistry,
+    KeyList,
+    SharedWait,
+    Waiter,
+)
+
+_LONG: Final = 16
+"""Registrations under one key from which on the holes that others left are counted."""
+
+_HOLES: Final = 16
+"""A dict of n registrations is rebuilt once it has more than sqrt(n * _HOLES) holes: copying and skipping balance."""
+
+FEW: Final = 16
+"""Members of a group that are woken at once, as one write may end the waits of many groups; and registrations that are
+dropped at once, as many waiters may go at the same moment."""
+
+
+class MarkStale(IncrementalCommand):
+    """A command that must first mark its waiter's stale registrations; see `Registrations.unmarked`."""
+
+    def __init__(self, registry: "Registrations", waiter: Waiter, then: Callable[[], Any]) -> None:
+        super().__init__()
+        self.registry = registry
+        self.waiter = waiter
+        self.then = then
+        self.keys = [] if waiter.parked is None else list(waiter.parked)
+
+    def step(self, most: int) -> bool:
+        self.registry.mark_stale(self.waiter, self.keys[-most:])
+        del self.keys[-most:]
+        if self.keys:
+            return False
+        self.registry.unmarked.discard(self.waiter)
+        self.result = self.then()
+        return True
+
+
+class UnparkFirst(IncrementalCommand):
+    """A command that must first drop many registrations of its waiter."""
+
+    def __init__(self, registry: "Registrations", waiter: Waiter, then: Callable[[], Any]) -> None:
+        super().__init__()
+        self.registry = registry
+        self.waiter = waiter
+        self.then = then
+
+    def step(self, most: int) -> bool:
+        if not self.registry.unpark_some(self.waiter, most):
+            return False
+        self.result = self.then()
+        return True
+
+
+class UnparkDeparted(DeferredWork):
+    """Drop the registrations of waiters that have gone, however many have gone at once."""
+
+    def __init__(self, registry: "Registrations") -> None:
+        self.registry = registry
+        self.waiters: deque[Waiter] = deque()
+
+    def step(self, most: int) -> bool:
+        registry = self.registry
+        while self.waiters and most > 0:
+            waiter = self.waiters[0]
+            if registry.postpones(waiter):
+                registry.defer(self)  # behind that work
+                return True
+            parked = waiter.parked
+            count = 0 if parked is None else len(parked)
+            if not registry.unpark_some(waiter, most):
+                return False
+            self.waiters.popleft()
+            most -= count + 1
+        if self.waiters:
+            return False
+        registry.unparking = None
+        return True
+
+
+class Registrations(GroupRegistry):
+    """Which waiters are registered under which keys, and what that counts. The base class of `WaiterRegistry`."""
+
+    def __init__(self, max_size: int, portion: int) -> None:
+        super().__init__()
+        self.portion = portion
+        """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
+        self._most_at_once: int = portion if portion == UNCUT else min(FEW, portion)
+        """Registrations of a waiter that has gone which are dropped at once, and of a key that are used up at once in
+        any case."""
+        self._woken: int = 0
+        """Registrations that writes and items have used up at once since the last step."""
+        self.taken: int = 0
+        """Registrations that items have used up, or that were set aside as stale, so far."""
+        self.incremental: IncrementalCommand | None = None
+        """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
+        self.work: deque[DeferredWork] = deque()
+        """What finished commands have left to do; see `step`."""
+        self.working = False
+        """Whether there is work: cheaper to test than a deque."""
+        self.waking: dict[bytes, None] | None = None
+        """Keys that a MULTI_SET wrote and whose waiters deferred work is to wake; None while there is none."""
+        self._awaited: int = 0
+        """Bytes counted for them."""
+        self.unparking: UnparkDeparted | None = None
+        """The part of the deferred work that drops registrations of waiters that have gone."""
+        self.on_work: Callable[[], object] | None = None
+        """Called when the first work is deferred."""
+        self.waiters: dict[bytes, dict[Waiter, int]] = {}
+        """By key: the registrations in order of arrival, with their counts."""
+        self.stale: dict[bytes, dict[Waiter, int]] = {}
+        """By key: stale registrations that a queue has skipped, so that its next push does not look at them again.
+
+        They precede those in `waiters`, where the key is present too, though perhaps with nothing in it.
+        """
+        self.unmarked: set[Waiter] = set()
+        """Idle waiters with many stale registrations whose counts are not negative yet.
+
+        `MarkStale` must run before one of them is parked again.
+        """
+        self.counters: dict[bytes, Counter] = {}
+        """By key: the waiters for its number."""
+        self.tracked: dict[bytes, KeyList] = {}
+        """By key: the list of keys that names it and for which something is kept; see `SharedRequests`."""
+        self.holes: dict[bytes, int] = {}
+        """By key with many registrations: how many were removed since its dict was built."""
+        self.handoffs: dict[bytes, int] = {}
+        """By queue: the number of hand-offs."""
+        self.size: int = 0
+        """Bytes counted for the whole store, waiters included."""
+        self.parked: int = 0
+        """Of these, bytes counted for waiters."""
+        self.max_size: int = max_size
+        """The size above which `on_full` decides."""
+        self.on_full: Callable[[int], None] | None = None
+        """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
+        self.account: Account | None = None
+        """What is counted for whoever changes the store now, if that is limited; see `charge`."""
+        self._keys_before: int = 0
+        self._stored_before: int = 0
+        """What was stored when it was charged."""
+        self._last_key: bytes = b""
+        """The key of the last BARRIER, or WAIT for one key; see `known`."""
+
+    # What others supply
+
+    def count_keys(self) -> int:
+        """Return the number of keys and queues."""
+        raise NotImplementedError
+
+    def update_noting(self) -> None:
+        """Find out whether anything has to be noted before a key changes, such as `finish_waking`."""
+        raise NotImplementedError
+
+    # Deferred work
+
+    def defer(self, work: DeferredWork) -> None:
+        """Leave work for `step`."""
+        self.work.append(work)
+        self.working = True
+        if len(self.work) == 1 and self.on_work is not None:
+            self.on_work()
+
+    def step(self) -> None:
+        """Do a portion of the deferred work. There must be some."""
+        work = self.work[0]
+        self._woken = -self.portion  # a step of `WakeKeys` stops by itself
+        if work.step(self.portion):
+            self.work.popleft()
+            self.working = len(self.work) > 0
+        self._woken = 0
+
+    def postpones(self, waiter: Waiter) -> bool:
+        """Whether a waiter may have more registrations for `waking` to use up than `resolve` uses up at once.
+
+        Its next command has to be postponed until that work is done.
+        """
+        return self.waking is not None and self._needs_steps(waiter)
+
+    def resolve(self, waiter: Waiter) -> None:
+        """Do the deferred work that concerns a waiter, before it sends or receives anything else.
+
+        For one whose commands are postponed that takes long: only a queue that needs to know what it awaits does so.
+        """
+        group = waiter.group
+        if group is not None:
+            for work in list(self.work):  # it may grow by the waking of the group
+                work.resolve(group)
+        for work in self.work:
+            work.resolve(waiter)
+
+    # Size
+
+    def _grow(self, growth: int) -> None:
+        """Make sure that the store may grow by so many bytes. Raises LimitError."""
+        if growth > 0 and self.size + growth > self.max_size:
+            if self.on_full is None:
+                raise LimitError("budget_bytes", self.size + growth, self.max_size)
+            self.on_full(growth)
+
+    def _make_room(self, growth: int, keys: int = 0) -> None:
+        """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
+        account = self.account
+        if account is not None:
+            keys += self.count_keys() - self._keys_before
+            size = growth + self.size - self.parked - self._stored_before
+            if not account.usage.allows(keys, size):
+                account.bound(self._keys_before, self._stored_before)
+                account.usage.demand(keys, size)
+        self._grow(growth)
+
+    def charge(self, account: Account | None) -> Account | None:
+        """Count for this account what is stored, or no longer, from now on; return the one before, to be put back."""
+        before = self.account
+        if before is not account:
+            keys, stored = self.count_keys(), self.size - self.parked
+            if before is not None:
+                before.add(keys - self._keys_before, stored - self._stored_before)
+            self.account = account
+            self._keys_before, self._stored_before = keys, stored
+        return before
+
+    def registration_bytes(self, key: bytes) -> int:
+        return len(key) + PARKED_BYTES
+
+    def _weigh(self, waiter: Waiter, amount: int) -> None:
+        """Count so many bytes more, or less, for a waiter."""
+        waiter.weight += amount
+        self.parked += amount
+        self.size += amount
+
+    def hold(self, waiter: Waiter, size: int) -> None:
+        """Count bytes that are held for a waiter elsewhere. Raises LimitError."""
+        self._grow(size)
+        self._weigh(waiter, size)
+
+    def hold_less(self, waiter: Waiter, size: int) -> None:
+        self._weigh(waiter, -size)
+
+    # Registering
+
+    def park(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Register the waiter under missing keys and let it await as many registrations. Raises LimitError."""
+        group = waiter.group
+        growth = 0 if group is None else self._separation_bytes(waiter)
+        for key in keys:
+            growth += self.registration_bytes(key)
+            if self.tracked:
+                self.close_group(key)
+        self._grow(growth)
+        if isinstance(group, SharedWait):
+            self._separate(waiter, group)
+        elif group is not None:
+            self._leave_group(waiter, group)
+        waiter.state = AWAITING_KEYS
+        waiter.awaited = b""
+        waiter.remaining = len(keys)
+        if waiter.parked is None:
+            waiter.parked = set()
+        added = 0
+        for key in keys:
+            registered = self.waiters.get(key)
+            if registered is None:
+                registered = self.waiters[key] = {}
+            if key not in waiter.parked:
+                registered[waiter] = 1
+                waiter.parked.add(key)
+                added += self.registration_bytes(key)
+            elif (count := registered.get(waiter, 0)) > 0:
+                registered[waiter] = count + 1
+            else:  # stale: renewed, and moved to the end
+                registered[waiter] = 1 - self._pop_registration(waiter, key)
+        self._weigh(waiter, added)
+
+    def park_on(self, waiter: Waiter, key: bytes) -> None:
+        """Do the same as `park` for one key: what ranks send most, without what a list needs. Raises LimitError."""
+        if waiter.parked is not None or waiter.group is not None:
+            self.park(waiter, [key])
+            return
+        if self.tracked:
+            self.close_group(key)
+        size = self.registration_bytes(key)
+        self._grow(size)
+        waiter.state = AWAITING_KEYS
+        waiter.awaited = b""
+        waiter.remaining = 1
+        waiter.parked = {key}
+        self._register(waiter, key, 1)
+
+    def known(self, key: bytes) -> bytes:
+        """Return the same key as the peer before has sent, if they are equal.
+
+        The ranks of a job name one key after each other. The hash of that object is known, dicts find it by identity,
+        and the waiters do not have a copy each.
+        """
+        last = self._last_key
+        if key == last:
+            return last
+        self._last_key = key
+        return key
+
+    def _register(self, waiter: Waiter, key: bytes, count: int) -> None:
+        """Add a registration, and count it for the waiter."""
+        registered = self.waiters.get(key)
+        if registered is None:
+            registered = self.waiters[key] = {}
+        registered[waiter] = count
+        self._weigh(waiter, self.registration_bytes(key))
+
+    def _require_idle(self, waiter: Waiter) -> None:
+        """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
+        if waiter.state != IDLE:
+            raise ProtocolError("connection already has a pending wait")
+
+    # Unregistering
+
+    def _needs_steps(self, waiter: Waiter) -> bool:
+        """Whether dropping the waiter's registrations takes more than one portion."""
+        return waiter.parked is not None and len(waiter.parked) > self.portion
+
+    def _make_idle(self, waiter: Waiter) -> None:
+        """Let the waiter await nothing. Its registrations stay."""
+        if waiter.group is not None:
+            self._leave_group(waiter, waiter.group)
+        waiter.state = IDLE
+        waiter.awaited = b""
+        waiter.remaining = 0
+        waiter.barrier = None
+
+    def _unpark(self, waiter: Waiter) -> None:
+        """Let the waiter await nothing and drop all its registrations."""
+        self._make_idle(waiter)
+        parked = waiter.parked
+        if parked is None:
+            return
+        waiter.parked = None
+        if self.unmarked:
+            self.unmarked.discard(waiter)
+        for key in parked:
+            self._unregister(waiter, key)
+
+    def has_many(self, waiter: Waiter) -> bool:
+        """Whether the registrations of a waiter that has gone are dropped later: others may go at the same moment."""
+        return waiter.parked is not None and len(waiter.parked) > self._most_at_once
+
+    def unpark_later(self, waiter: Waiter) -> None:
+        """Let a waiter that has gone await nothing, and drop its registrations in steps."""
+        self._make_idle(waiter)
+        if self.unparking is None:
+            self.unparking = UnparkDeparted(self)
+            self.defer(self.unparking)
+        self.unparking.waiters.append(waiter)
+
+    def unpark_some(self, waiter: Waiter, most: int) -> bool:
+        """Drop at most so many registrations of an idle waiter; True if none is left."""
+        if self.working:
+            self.resolve(waiter)  # registrations that a WakeMany holds
+        parked = waiter.parked
+        if parked is not None:
+            for _ in range(min(most, len(parked))):
+                self._unregister(waiter, parked.pop())
+            if parked:
+                return False
+            waiter.parked = None
+        self.unmarked.discard(waiter)
+        return True
+
+    def _unregister(self, waiter: Waiter, key: bytes) -> None:
+        """Drop one registration."""
+        self._pop_registration(waiter, key)
+        self._weigh(waiter, -self.registration_bytes(key))
+        self._drop_empty(key)
+
+    def _drop_empty(self, key: bytes) -> None:
+        """Drop what is kept for a key of which a registration was removed, if that was the last; or note the hole."""
+        registered = self.waiters[key]
+        if not registered and key not in self.stale:
+            del self.waiters[key]
+        elif len(registered) >= _LONG - 1:
+            self._compact(key, registered, 1)
+
+    def _pop_registration(self, waiter: Waiter, key: bytes) -> int:
+        """Remove a registration from `waiters`, or from `stale`, and return its count."""
+        count = self.waiters[key].pop(waiter, 0)
+        if count:
+            return count
+        stale = self.stale[key]
+        count = stale.pop(waiter)
+        if not stale:
+            del self.stale[key]
+        return count
+
+    def _compact(self, key: bytes, registered: dict[Waiter, int], removed: int) -> None:
+        """Note that registrations were removed, and rebuild the dict if it has too many holes.
+
+        Looking for the first entry of a dict steps over the places of all that were removed before it.
+        """
+        holes = self.holes.get(key, 0) + removed
+        if len(registered) < _LONG or holes * holes > _HOLES * len(registered):
+            self.holes.pop(key, None)
+            self.waiters[key] = dict(registered)
+        else:
+            self.holes[key] = holes
+
+    # Groups
+
+    def _leave_group(self, waiter: Waiter, group: Group) -> None:
+        """Make a member idle and remove it from its group, and drop the group if it was the last."""
+        last = group.remove(waiter)
+        self._weigh(waiter, -group.member_bytes)
+        if not last:
+            return
+        if isinstance(group, Counter):
+            self._drop_counter(group)
+        elif isinstance(group, SharedWait):
+            self._close(group)
+            if self.has_many(group):
+                self.unpark_later(group)
+            else:
+                self._unpark(group)
+
+    def close_group(self, key: bytes) -> None:
+        """Let no further waiter join the group for the list that names this key.
+
+        To be called where a new WAIT for that list would be registered otherwise than the group: when one of its keys
+        ceases to exist, or comes into being without using up the group's registration, and when another waiter is
+        registered under it, behind which that WAIT has to stay.
+        """
+        listed = self.tracked.get(key)
+        if listed is not None and listed.group is not None:
+            self._close(listed.group)
+
+    def _close(self, group: SharedWait) -> None:
+        listed = group.listed
+        if listed is not None:
+            listed.group = None
+            group.listed = None
+
+    def _separation_bytes(self, waiter: Waiter) -> int:
+        """Return by how much the store grows, at most, when the waiter leaves its group and is registered by itself."""
+        group = waiter.group
+        return group.weight if isinstance(group, SharedWait) else 0
+
+    def _separate(self, waiter: Waiter, group: SharedWait) -> None:
+        """Replace a waiter's membership by registrations of its own, behind all others."""
+        parked = group.parked
+        assert parked is not None
+        registrations = [(key, self.waiters[key][group]) for key in parked]
+        self._leave_group(waiter, group)
+        waiter.parked = set()
+        for key, count in registrations:
+            if self.tracked:
+                self.close_group(key)
+            waiter.parked.add(key)
+            self._register(waiter, key, count)
+
+    def _drop_counter(self, counter: Counter) -> None:
+        del self.counters[counter.key]
+        self._unpark(counter)
+
+    # Using up registrations
+
+    def _count_down(self, waiter: Waiter, key: bytes, count: int) -> int:
+        """Take a used-up registration off the waiter. Returns the state that this ends; IDLE if it ends no wait."""
+        parked = waiter.parked
+        assert parked is not None
+        parked.remove(key)
+        self._weigh(waiter, -self.registration_bytes(key))
+        remaining = waiter.remaining
+        waiter.remaining = remaining - count
+        if remaining <= 0 or remaining > count:
+            if not parked and remaining <= 0:  # that was the last stale one
+                waiter.parked = None
+                if self.unmarked:
+                    self.unmarked.discard(waiter)
+            return IDLE
+        state = waiter.state
+        if parked:
+            self.end_wait(waiter)
+        else:  # the common case, without a call
+            waiter.state = IDLE
+            waiter.barrier = None
+            waiter.parked = None
+        return state
+
+    def end_wait(self, waiter: Waiter) -> None:
+        """Make the waiter idle. Registrations that it still has become stale."""
+        waiter.state = IDLE
+        waiter.barrier = None
+        keys = waiter.parked
+        if not keys:
+            waiter.parked = None
+            return
+        if len(keys) > self.portion:
+            self.unmarked.add(waiter)
+        else:
+            self.mark_stale(waiter, list(keys))
+
+    def mark_stale(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Make the counts of an idle waiter's registrations negative."""
+        for key in keys:
+            registered = self.waiters.get(key)
+            if registered is None:
+                continue  # a WakeMany has it, or it is being used up just now
+            count = registered.get(waiter, 0)
+            if count > 0:
+                registered[waiter] = -count
