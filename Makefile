@@ -15,6 +15,8 @@ WORKERS := $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 # Tests start hundreds of Python processes: none of them is to compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
+# The tests of the store: those of tcpstore_async/tools have a target, and a job, of their own.
+STORE := --ignore=tests/tools
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
 COMPILED := $(CURDIR)/build/compiled
@@ -33,10 +35,11 @@ help:
 	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
 	@echo "make test      the fast tests, which use PyTorch at most as a peer: under two minutes on two cores (ARGS='-k limits -x' goes to pytest)"
 	@echo "make test-all  all tests, including those with PyTorch and its launchers, killed processes, examples, the benchmark"
+	@echo "make test-tools  the tests of tcpstore_async/tools, which nothing of the store imports"
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
-	@echo "make check     what has to pass before a merge: lint, and all tests, most of them on both builds"
+	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
@@ -54,9 +57,12 @@ demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torc
 	@PYTHONPATH="$(COMPILED)" $(BIN)/python demo $(if $(filter 0,$(TORCH)),--torch 0)
 
 # What is slow, and what compiling can change: tests/conftest.py.
-.PHONY: test test-all test-exhaustive
+.PHONY: test test-all test-exhaustive test-tools
 test: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "not slow" $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(STORE) -m "not slow" $(ARGS)
+
+test-tools: .venv/.test .venv/.torch
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/tools $(ARGS)
 
 test-all: .venv/.test .venv/.torch
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(ARGS)
@@ -67,14 +73,14 @@ test-exhaustive: .venv/.test .venv/.torch
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
 test-compiled: .venv/.test .venv/.torch build/compiled/.made
-	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) $(STORE) -m "compiled" $(ARGS)
 
 # make check runs these tests too where there is a Chromium.
 CHROMIUM := /usr/bin/chromium
 
 .PHONY: test-page
 test-page: .venv/.test $(CHROMIUM)
-	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest tests/web/test_page.py $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest tests/tools/web/test_page.py $(ARGS)
 
 $(CHROMIUM):
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium
@@ -88,7 +94,7 @@ AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_c
 check: .venv/.made
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(MAKE) build/compiled/.made & compiling=$$!; \
-	$(MAKE) lint && { $(MAKE) test-all ARGS='-m "not repeated" $(ARGS)' || \
+	$(MAKE) lint && { $(MAKE) test-all ARGS='$(STORE) -m "not repeated" $(ARGS)' || \
 		{ export TCPSTORE_TEST_BUILD=interpreted; $(AGAIN); }; }; status=$$?; \
 	wait $$compiling && exit $$status
 	@$(MAKE) test-compiled || { export TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)"; $(AGAIN); }

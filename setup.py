@@ -131,7 +131,7 @@ class TagWhatWasBuilt(bdist_wheel):  # type: ignore[misc]
 def long_description() -> str:
     """Return README.md for PyPI, where relative links lead nowhere: they go to the version's tag on GitHub."""
     here = Path(__file__).parent
-    version = (here / "tcpstore_async" / "version.py").read_text("utf-8")
+    version = (here / "tcpstore_async" / "base" / "version.py").read_text("utf-8")
     found = re.search(r'^VERSION.* = "(.+)"$', version, re.MULTILINE)
     assert found
     repository, tag = "tcpstore-async/tcpstore_async", f"v{found[1]}"

@@ -50,7 +50,7 @@ LONGEST = (
         "client",
         "relay",
         "server",
-        "web",
+        "tools",
         "tls",
         "test_install.py",
         "simulation",
@@ -61,10 +61,20 @@ LONGEST = (
 """What comes next, the longest files first: at the end one of them would keep one processor busy."""
 
 SLOW = (
-    *("pytorch", "interop", "bench", "faults", "web/test_page.py", "web/test_processes.py"),
-    *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
-    *("client/test_joins.py", "client/test_load.py", "client/test_load_replay.py", "client/test_master.py"),
-    *("client/test_signals.py", "unit/test_cli_doctor.py", "unit/test_cli_look.py", "unit/test_cli_top.py"),
+    *("pytorch", "interop", "bench", "faults", "tools/web/test_page.py", "tools/web/test_processes.py"),
+    *(
+        "unit/cli/test_cli.py",
+        "tools/load/test_cli_bench.py",
+        "unit/cli/test_cli_client.py",
+        "unit/cli/test_cli_output.py",
+    ),
+    *("client/test_joins.py", "tools/load/test_load.py", "tools/load/test_load_replay.py", "client/test_master.py"),
+    *(
+        "client/test_signals.py",
+        "tools/doctor/test_cli_doctor.py",
+        "tools/look/test_cli_look.py",
+        "tools/look/test_cli_top.py",
+    ),
     *("names", "relay", "tls"),
     *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
     *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
@@ -96,24 +106,22 @@ COMPILED = (
     "relay",
     "simulation",
     "faults",
+    *("tools/load/test_generator.py", "tools/load/test_load.py"),
 )
 """Folders of what compiling can change."""
 
 NOT_COMPILED = (
-    *("unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py", "unit/test_rendezvous_url.py"),
+    *(
+        "unit/cli/test_cli_client.py",
+        "unit/cli/test_cli_output.py",
+        "unit/stores/test_rendezvous_url.py",
+    ),
     *("contract/test_table.py", "faults/test_fault_file_store.py", "faults/test_fault_owner.py"),
     *("faults/test_fault_process.py", "client/test_connecting.py", "client/test_master.py"),
     *("server/test_server_process.py", "server/test_server_master.py", "simulation/test_proxied.py"),
     *("server/test_server_log.py", "server/test_server_log_handlers.py", "server/test_server_listening.py"),
     *("server/test_server_port_holder.py", "server/test_server_systemd.py"),
-    *(
-        "client/test_load_replay.py",
-        "relay/test_without_links.py",
-        "unit/test_cli_doctor.py",
-        "unit/test_doctor.py",
-        "unit/test_cli_look.py",
-    ),
-    *("unit/test_cli_top.py", "unit/web"),
+    "relay/test_without_links.py",
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 
@@ -129,14 +137,14 @@ MEASURED = (
         "server/test_reloading.py",
     ),
     *(
-        "web/test_processes.py",
+        "tools/web/test_processes.py",
         "interop",
-        "unit/test_cli.py",
-        "unit/test_cli_bench.py",
-        "unit/test_cli_client.py",
-        "unit/test_cli_output.py",
+        "unit/cli/test_cli.py",
+        "tools/load/test_cli_bench.py",
+        "unit/cli/test_cli_client.py",
+        "unit/cli/test_cli_output.py",
     ),
-    *("unit/test_cli_look.py", "unit/test_cli_top.py", "names/test_names.py", "relay", "tls"),
+    *("tools/look/test_cli_look.py", "tools/look/test_cli_top.py", "names/test_names.py", "relay", "tls"),
 )
 """Of the slow folders and files, those that try much in their own process: `make coverage` sees no other."""
 
@@ -166,7 +174,7 @@ EXHAUSTIVE = re.compile(
     r"|pytorch/test_torch_worlds\.py::test_the_backend_that_was_asked_for\[(way0-python|way1-native)\]"
     r"|pytorch/test_torch_worlds\.py::test_a_group_over_a_dropped_store\[(prefix-store v2|file-debug)\]"
     r"|test_install\.py::test_what_must_be_compiled_and_cannot_be_is_an_error\[false\]"
-    r"|unit/test_cli_bench\.py::.*\blegacy\b"
+    r"|tools/load/test_cli_bench\.py::.*\blegacy\b"
     r"|client/test_load_replay\.py::test_a_recorded_job_replays_with_the_same_replies\[(libuv|legacy)-False\]"
     r"|simulation/test_proxied\.py::test_runs_have_no_finding\[(uv-15|threaded-0)\]"
 )
@@ -177,7 +185,7 @@ test may carry that mark itself.
 REPEATED = re.compile(
     r"^tests/(properties|fuzz)/"
     r"|^tests/simulation/test_(simulation|links|real|hogs)\.py"
-    r"|^tests/(conformance/test_vectors|unit/session/test_(guard|server|link_server)|unit/load/test_recording)\.py"
+    r"|^tests/(conformance/test_vectors|unit/session/test_(guard|server)|unit/links/test_link_server|tools/load/test_recording)\.py"
     r"|^tests/contract/test_(values|waiting|table)\.py"
     r"|^tests/(tls|relay)/"
     r"|^tests/client/test_(resumed|pops)\.py"

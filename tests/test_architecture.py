@@ -1,4 +1,4 @@
-"""The layers: imports point strictly down, and layers 0 to 2 know no operating system.
+"""The architecture: imports point down, between folders and between the files of one, for types as well as at run time.
 
 Under test are the sources of the checkout, whichever build runs.
 """
@@ -19,59 +19,40 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
-    "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
-    "mypyc_shim": 0, "addresses": 0, "gloo_switches": 0, "similar_keys": 0,
-    "wire": 1, "access": 1, "accounts": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
-    "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
-    "session": 2,
-    "server": 3, "client": 3, "tokens": 3, "secret_files": 3, "locks": 3, "python_process": 3,
-    "stores": 4, "load": 4, "diagnosis": 4,
-    "serving": 5, "web": 5, "relay": 5, "doctor": 5, "rendezvous_url": 5, "collectives": 5,
-    "cli": 6, "torch": 6,
-    "autoload": 7, "torchrun": 7, "__init__": 8, "__main__": 8,
+    "base": 1,
+    "wire": 2,
+    "auth": 3, "keyspace": 3,
+    "session": 4,
+    "links": 5,
+    "observe": 6,
+    "diagnosis": 7,
+    "client": 8, "server": 8,
+    "stores": 9, "serving": 9,
+    "relay": 10, "collectives": 10,
+    "torch": 11, "cli": 11, "__init__": 11,
+    "tools": 12,
+    "autoload": 13, "torchrun": 13, "__main__": 13,
 }  # fmt: skip
+"""The layer of each folder, and of each file beside them."""
+
+PURE = ("base", "wire", "auth/access.py", "keyspace", "session", "links", "observe")
+"""What knows no operating system: bytes and meaning."""
+
 MACHINE = {
     *("asyncio", "click", "concurrent", "fcntl", "http", "io", "logging", "multiprocessing", "os", "pathlib", "queue"),
     *("resource", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "urllib"),
     "uvloop",
 }
-KNOWS_TIME = {"deadline"}
-SAME_LAYER = {
-    ("keyspace", "joins"),
-    ("coercion", "errors"),
-    ("coercion", "addresses"),
-    ("values", "errors"),
-    ("limits", "errors"),
-    ("keys", "coercion"),
-}
-SAME_LAYER |= {("relay", "serving"), ("serving", "web"), ("access", "wire")}
-SAME_LAYER |= {("client", "secret_files"), ("server", "secret_files"), ("tokens", "secret_files")}
-SAME_LAYER |= {("client", "locks"), ("server", "locks")}
-SAME_LAYER |= {("client", "python_process"), ("server", "python_process")}
-SAME_LAYER |= {("server", "tokens")}
-SAME_LAYER |= {("joins", "agents"), ("joins", "waiter_types"), ("joins", "incremental")}
-SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiter_types")}
-SAME_LAYER |= {("agents", "incremental")}
-SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiter_types"), ("keyspace", "incremental")}
-SAME_LAYER |= {("shared_requests", "waiters"), ("shared_requests", "waiter_types"), ("shared_requests", "incremental")}
-SAME_LAYER |= {("waiters", "waiter_types"), ("waiters", "incremental"), ("waiter_types", "incremental")}
-SAME_LAYER |= {(user, "accounts") for user in ("agents", "waiters", "waiter_types", "incremental")}
-SAME_LAYER |= {
-    (lower, upper) for lower in ("incremental", "waiter_types") for upper in ("keyspace", "waiters", "waiter_types")
-}
-"""The last ones are for types only."""
+OF_THE_MACHINE = {"base/deadline.py", "base/locks.py", "base/python_process.py"}
+"""Files in these folders that are about it: clocks, threads, processes."""
 
-UPWARD = {("server/process/child.py", "main", "serving")}
-"""Imports that point up: module, function, and what that imports. A server process runs the `serve` entry point."""
-
-PROGRAMS = {
-    ("relay/named_ports.py", "", "server"),
-    ("relay/process.py", "__init__", "__main__"),
-    ("server/http_process.py", "http_process", "__main__"),
+STARTED = {
+    ("relay/named_ports.py", "server"),
+    ("relay/process.py", "__main__"),
+    ("server/http_process.py", "__main__"),
+    ("server/process/parent.py", "serving"),
 }
-"""What the programs of other processes import, in the same form. The one that forwards connections to named stores
-checks whose they are, as a server does; the other two are the commands `tcpstore relay` and `tcpstore http`.
-"""
+"""What the programs of processes import that a module starts: texts, and words after `-m`."""
 
 BY_NAME = {
     ("__init__.py", "import_module"),
@@ -89,7 +70,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 PROGRAM = re.compile(r"(?:^|[\n;]) *(?:from|import) +(tcpstore_async[.\w]*)(?: +import +(\w+))?")
-"""An import in a program that is a string."""
+"""An import in a program that is a text."""
 
 
 def part(path: Path) -> str:
@@ -98,52 +79,104 @@ def part(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, ...]]:
     """What a module imports, wherever in it: the parts of absolute names, relative ones made absolute."""
-    for _, name in imports_by_function(path):
-        yield name
-
-
-def imports_by_function(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The same with the functions that import, "" for the module itself; in programs that are strings, too."""
     package = ("tcpstore_async", *path.relative_to(PACKAGE).parts[:-1])
-    yield from _imports(ast.parse(path.read_text()), package, "")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = base + tuple(node.module.split(".") if node.module else ())
+            for alias in node.names:
+                yield (*module, alias.name)
 
 
-def _imports(node: ast.AST, package: tuple[str, ...], function: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        function = node.name
-    elif isinstance(node, ast.Import):
-        for alias in node.names:
-            yield function, tuple(alias.name.split("."))
-    elif isinstance(node, ast.ImportFrom):
-        base = package[: len(package) + 1 - node.level] if node.level else ()
-        module = base + tuple(node.module.split(".") if node.module else ())
-        for alias in node.names:
-            yield function, (*module, alias.name)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        for found in PROGRAM.finditer(node.value):
-            yield function, (*found[1].split("."), *([found[2]] if found[2] else []))
-    elif isinstance(node, ast.List | ast.Tuple):
-        words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
-        for option, word in itertools.pairwise(words):
-            if option == "-m" and isinstance(word, str):
-                yield function, (*word.split("."), "__main__")
-    for child in ast.iter_child_nodes(node):
-        yield from _imports(child, package, function)
+def started(path: Path) -> Iterator[tuple[str, ...]]:
+    """What the programs that a module starts import, in the same form."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for found in PROGRAM.finditer(node.value):
+                yield (*found[1].split("."), *([found[2]] if found[2] else []))
+        elif isinstance(node, ast.List | ast.Tuple):
+            words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
+            for option, word in itertools.pairwise(words):
+                if option == "-m" and isinstance(word, str):
+                    yield (*word.split("."), "__main__")
+
+
+def destination(name: tuple[str, ...]) -> str | None:
+    """Return the part of the package that a name is of."""
+    if name[0] != "tcpstore_async":
+        return None
+    return name[1] if len(name) > 1 and name[1] in LAYERS else "__init__"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path: Path) -> None:
-    here, module = part(path), str(path.relative_to(PACKAGE))
+    here, module = part(path), path.relative_to(PACKAGE).as_posix()
     assert here in LAYERS, f"tests/test_architecture.py does not know the layer of {here}"
-    for function, name in imports_by_function(path):
-        if name[0] == "tcpstore_async":
-            there = name[1] if len(name) > 1 and name[1] in LAYERS else "__init__"
-            allowed = there == here or (here, there) in SAME_LAYER or (module, function, there) in UPWARD | PROGRAMS
-            assert allowed or LAYERS[there] < LAYERS[here], ".".join(name)
-        elif LAYERS[here] <= 2 and here not in KNOWS_TIME:
-            assert name[0] not in MACHINE, f"layer {LAYERS[here]} must not import {name[0]}"
-        if here != "torch":
-            assert name[0] != "torch"
+    pure = module.startswith(PURE) and module not in OF_THE_MACHINE
+    for name in imports(path):
+        there = destination(name)
+        assert there is None or there == here or LAYERS[there] < LAYERS[here], ".".join(name)
+        assert not pure or name[0] not in MACHINE, f"{module} must not import {name[0]}"
+        assert here == "torch" or name[0] != "torch"
+    for name in started(path):
+        there = destination(name)
+        assert there is None or there == here or (module, there) in STARTED, f"{module} starts {'.'.join(name)}"
+
+
+def test_every_part_has_a_layer() -> None:
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there == LAYERS.keys()
+    assert len({LAYERS[path.name] for path in PACKAGE.iterdir() if path.is_dir() and path.name in LAYERS}) <= 12
+
+
+def file_of(name: tuple[str, ...], root: Path) -> Path | None:
+    """Return the file of the package that a name is, or is defined in."""
+    for words in (name[1:], name[1:-1]):
+        module = root.joinpath(*words)
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if words and file.exists():
+                return file
+    return None
+
+
+def circles(root: Path) -> list[set[str]]:
+    """Return the files that import each other, however indirectly."""
+    imported: dict[Path, set[Path]] = {}
+    for path in sorted(root.rglob("*.py")):
+        found = {file_of(name, root) for name in imports(path) if name[0] == "tcpstore_async"}
+        imported[path] = {file for file in found if file is not None and file != path}
+    reached: dict[Path, set[Path]] = {}
+    for path in imported:
+        seen: set[Path] = set()
+        ahead = [*imported[path]]
+        while ahead:
+            file = ahead.pop()
+            if file not in seen:
+                seen.add(file)
+                ahead += imported.get(file, ())
+        reached[path] = seen
+    rings = {frozenset(other for other in reached[path] if path in reached[other]) for path in imported}
+    return [{file.relative_to(root).as_posix() for file in ring} for ring in sorted(rings, key=len) if ring]
+
+
+def test_no_files_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_files_that_import_each_other_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "wire/a.py": "from . import b",
+        "wire/b.py": "def later():\n    from ..base.c import x",
+        "base/c.py": "if TYPE_CHECKING:\n    from ..wire.a import y",
+        "base/d.py": "from .c import x",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert circles(tmp_path) == [{"wire/a.py", "wire/b.py", "base/c.py"}]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -197,16 +230,8 @@ def test_every_form_of_an_import_that_points_up_is_noticed(
         test_modules_are_not_imported_by_name(planted)
 
 
-def test_the_hook_that_points_up_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = tmp_path / "server" / "process" / "child.py"
-    planted.parent.mkdir(parents=True)
-    planted.write_text("def main():\n    from ...serving import serve_owner")
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    test_imports_point_down(planted)
-
-
 def test_errors_import_nothing() -> None:
-    assert not list(imports(PACKAGE / "errors.py"))
+    assert not list(imports(PACKAGE / "base" / "errors.py"))
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -70,7 +70,7 @@ def test_what_is_not_compiled_is_plain_python(tmp_path: Path, source: Path, env:
     told = run(tmp_path, "-c", SAY, PYTHONPATH=str(tmp_path / "site"))
     assert told.stdout.split() == ["interpreted", str(serving)], told.stderr
     assert not list((tmp_path / "site").rglob("*.so"))
-    page = Path("tcpstore_async", "web", "page")
+    page = Path("tcpstore_async", "tools", "web", "page")
     assert {path.name for path in (tmp_path / "site" / page).iterdir()} == {
         path.name for path in (ROOT / page).iterdir()
     }

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 PROC = re.compile(r"(?<![\w.])/proc/(?!nix)")
 """What a test reads that looks into /proc; `/proc/nix` stands for a path that cannot be written."""
 
-PRETENDED = {"unit/test_doctor.py", "unit/diagnosis", "test_platforms.py", "test_docs.py"}
+PRETENDED = {"tools/doctor/test_doctor.py", "unit/diagnosis", "test_platforms.py", "test_docs.py"}
 """Tests that only name paths below /proc, or are given what would be there."""
 
 

@@ -6,7 +6,7 @@ run can be repeated. Each one is tried in a copy of the checkout: nothing here i
 
     python tools/mutate.py --count 20 --seed 1
     python tools/mutate.py --list tcpstore_async/keyspace/keyspace.py
-    python tools/mutate.py --only tcpstore_async/keyspace/keyspace.py:120:8:0 -- tests/unit/test_keyspace.py
+    python tools/mutate.py --only tcpstore_async/keyspace/keyspace.py:120:8:0 -- tests/unit/keyspace/test_keyspace.py
 
 What no test notices is either a missing test or a mutation that changes nothing that can be seen: read the place.
 """

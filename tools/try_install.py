@@ -21,7 +21,7 @@ def main(wanted: str) -> None:
         sys.exit(f"{folder} is the checkout, not what was installed")
     if build() != wanted:
         sys.exit(f"the installed package is {build()}, not {wanted}")
-    if not (folder / "web" / "page" / "index.html").exists() or not (folder / "py.typed").exists():
+    if not (folder / "tools" / "web" / "page" / "index.html").exists() or not (folder / "py.typed").exists():
         sys.exit(f"files are missing in {folder}")
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as store:
         store.set("key", "value")

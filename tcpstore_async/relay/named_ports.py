@@ -59,7 +59,7 @@ sys.path[:] = [entry for entry in sys.path if entry] + path
 import os
 if os.fork():
     os._exit(0)
-from tcpstore_async.client.named_ports import main
+from tcpstore_async.relay.named_ports import main
 from tcpstore_async.server.peer_user import own_connections
 main(int(control_fd), own_connections())
 """

@@ -113,7 +113,7 @@ def test_the_process_that_forwards_gets_what_its_interpreter_needs(
 
 _OWNER = """
 import sys
-from tcpstore_async.client.named_ports import LastingPort
+from tcpstore_async.relay.named_ports import LastingPort
 from tcpstore_async.client.server_url import ServerUrl
 port = LastingPort(ServerUrl("127.0.0.1", int(sys.argv[1]), False), "node7:4711")
 print(port.port, flush=True)

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from load.test_load_replay import recorder, replay, replay_json
 
-from client.test_load_replay import recorder, replay, replay_json
 from support import server_of
 from tcpstore_async.tools.load.recording import read_recording
 from torch_forker import Program

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from support import Server, tcpstore_server
-from tcpstore_async.tools.web.summary import LATE, MISSING, WAITING
 from web.browser import CHROMIUM, Browser, Page
 from web.scenes import ABSENT, ASTRAY, HOSTILE, SIZE, incident, large_reply
 from web.stub import AdminStub, named_store, watched
+
+from support import Server, tcpstore_server
+from tcpstore_async.tools.web.summary import LATE, MISSING, WAITING
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from web.requests import get, request, until
+from web.scenes import large_reply
+from web.stub import AdminStub, watched
 
 from support import LIMIT, RawPeer, Server, blob, keys, resting, tcpstore_server
 from tcpstore_async.cli import main
@@ -22,9 +25,6 @@ from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.http_process import HttpOptions, http_process
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.stores.tcp import TCPStore
-from web.requests import get, request, until
-from web.scenes import large_reply
-from web.stub import AdminStub, watched
 
 HTTP = ("--http", "127.0.0.1:0")
 

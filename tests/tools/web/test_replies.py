@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from web.requests import get, request, until
+from web.scenes import large_reply
+from web.stub import SERVER, AdminStub, answering, stats
 
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
@@ -22,9 +25,6 @@ from tcpstore_async.client.admin import ask
 from tcpstore_async.client.server_url import HttpUrl, parse_http_url
 from tcpstore_async.server.peer_user import PeerUsers
 from tcpstore_async.tools.web import http, replies
-from web.requests import get, request, until
-from web.scenes import large_reply
-from web.stub import SERVER, AdminStub, answering, stats
 
 LOOKS = (
     ["who"],

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from web.scenes import large_reply
 
 from looking import World
 from tcpstore_async.diagnosis.facts import read_facts
 from tcpstore_async.diagnosis.ranks import Ranks, number_ranges
 from tcpstore_async.tools.web.summary import MOST_RANKS, Summary
-from web.scenes import large_reply
 
 
 def summary(world: World) -> Summary:

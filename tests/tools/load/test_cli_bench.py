@@ -176,7 +176,7 @@ def test_interrupt_deletes_the_keys(port: int, number: int) -> None:
 HELD = """
 import importlib, signal, sys
 from tcpstore_async.cli import main
-from tcpstore_async.load import quick_bench
+from tcpstore_async.tools.load import quick_bench
 at, hangup, clean = int(sys.argv.pop(1)), sys.argv.pop(1), quick_bench._clean
 
 def show(self, done, name):

@@ -14,14 +14,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from web.requests import get, request, until
+from web.scenes import large_reply
+from web.stub import COUNTERS, AdminStub, answering, named_store
 
 from support import LIMIT
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
 from tcpstore_async.tools.web import http, looking
-from web.requests import get, request, until
-from web.scenes import large_reply
-from web.stub import COUNTERS, AdminStub, answering, named_store
 
 
 @pytest.fixture(scope="module")

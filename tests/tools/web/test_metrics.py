@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from web.stub import SERVER, named_store, stats
 
 from tcpstore_async.diagnosis.rates import Look, read_look
 from tcpstore_async.tools.web.looking import Rates
 from tcpstore_async.tools.web.metrics import expose
-from web.stub import SERVER, named_store, stats
 
 ROOT = Path(__file__).parent.parent.parent.parent
 DEPLOY = ROOT / "deploy"

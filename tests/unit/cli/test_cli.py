@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click import ClickException
 from click.testing import CliRunner
+from web.requests import until
 
 from support import LIMIT, RawPeer, blob, refused, tcpstore_server
 from tcpstore_async.cli import main
@@ -22,7 +23,6 @@ from tcpstore_async.cli.listen import write_atomically
 from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.server.admin_path import find
 from tcpstore_async.serving import build
-from web.requests import until
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 
