@@ -469,9 +469,9 @@ class WakeKeys(DeferredWork):
     about to change such a key otherwise, or to park on it, calls `WaiterRegistry.finish_waking` first.
     """
 
-    def __init__(self, registry: "WaiterRegistry", keys: list[bytes]) -> None:
+    def __init__(self, registry: "WaiterRegistry", keys: dict[bytes, None]) -> None:
         self.registry = registry
-        self.keys: dict[bytes, None] = dict.fromkeys(keys)
+        self.keys = keys
         """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
 
     def step(self, most: int) -> bool:

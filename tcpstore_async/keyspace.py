@@ -307,6 +307,25 @@ class Keyspace(JoinRegistry):
         account = self.account
         return self.size + growth <= self.max_size and (account is None or account.usage.allows(keys, growth))
 
+    def _most_growth(self, items: list[tuple[bytes, Framed]], look_up: bool) -> tuple[int, int]:
+        """Return by how many bytes and keys a MULTI_SET enlarges the store at most.
+
+        As if no key came twice and old values were empty; without `look_up`, as if all keys were new, which takes less
+        time. Raises ProtocolError for a reserved key.
+        """
+        values, reserved = self.values, self.reserved
+        growth = 0
+        new = len(items)
+        for key, value in items:
+            if key in reserved:
+                self._growth(key, None, 0)
+            growth += len(value)
+            if look_up and key in values:
+                new -= 1
+            else:
+                growth += len(key) + ENTRY_BYTES
+        return growth, new
+
     def _registrations(self, keys: list[bytes]) -> int:
         """Return how many registrations writing these keys uses up."""
         count = 0
@@ -321,21 +340,12 @@ class Keyspace(JoinRegistry):
 
         Raises LimitError or NotAllowedError if the pairs do not fit, and ProtocolError for a reserved key.
         """
-        values, reserved, waiters = self.values, self.reserved, self.waiters
-        growth = 0
-        for key, value in items:
-            if key in reserved:
-                self._growth(key, None, 0)
-            growth += len(key) + ENTRY_BYTES + len(value)
-        new = len(items)
-        if not self._surely_fits(growth, new):  # that was as if all keys were new
-            new = 0
-            for key, _ in items:
-                if key in values:
-                    growth -= len(key) + ENTRY_BYTES
-                else:
-                    new += 1
-        if not self._surely_fits(growth, new):  # that was as if no key came twice, and old values were empty
+        values, waiters = self.values, self.waiters
+        near = not self._surely_fits(0, len(items))
+        growth, new = self._most_growth(items, near)
+        if not near and not self._surely_fits(growth, new):
+            growth, new = self._most_growth(items, True)
+        if not self._surely_fits(growth, new):
             growth = new = 0
             for key, value in dict(items).items():
                 old = values.get(key)
@@ -347,8 +357,8 @@ class Keyspace(JoinRegistry):
                 else:
                     growth += len(value) - cost(old)
             self._make_room(growth, new)
-        grown = 0
-        awaited: list[bytes] = []
+        grown = created = 0
+        awaited: dict[bytes, None] = {}
         some_wait = len(waiters) > 0
         # Then whether each key is awaited is found out in steps, too.
         many = len(waiters) > self.portion and len(items) > self.portion
@@ -360,21 +370,21 @@ class Keyspace(JoinRegistry):
                 grown += len(value) - len(old)
             elif old is None:
                 grown += len(key) + ENTRY_BYTES + len(value)
-                self.changes += 1
+                created += 1
             else:
                 grown += len(value) - cost(old)
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
             if some_wait and (many or key in waiters):
-                awaited.append(key)
+                awaited[key] = None
         self.size += grown
-        if many or (awaited and self._registrations(awaited) > self.portion):
-            waking = WakeKeys(self, awaited)
-            self.begin_waking(waking)
-            for key in awaited if len(awaited) < len(self.counters) else list(self.counters):
+        self.changes += created
+        if many or (awaited and self._registrations(list(awaited)) > self.portion):
+            self.begin_waking(WakeKeys(self, awaited))
+            for key in list(awaited if len(awaited) < len(self.counters) else self.counters):
                 counter = self.counters.get(key)
-                if counter is not None and key in waking.keys:
+                if counter is not None and key in awaited:
                     self.wake_counter(counter)
         else:
             for key in awaited:
