@@ -39,8 +39,8 @@ ROOT = Path(__file__).parent.parent
 CLIENT = [
     *(ROOT / "tcpstore_async" / "client").glob("*.py"),
     ROOT / "tcpstore_async" / "session" / "client.py",
-    ROOT / "tcpstore_async" / "session" / "link_client.py",
-    ROOT / "tcpstore_async" / "session" / "single_client.py",
+    ROOT / "tcpstore_async" / "links" / "link_client.py",
+    ROOT / "tcpstore_async" / "links" / "single_client.py",
 ]
 """Where requests are made."""
 
