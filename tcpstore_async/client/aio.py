@@ -31,7 +31,6 @@ from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect, lost_error
 from .credentials import find_token
-from .methods import AsyncMethods
 from .requests import ANOTHER, Request
 from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server
@@ -57,7 +56,7 @@ class _CallDeadline(Deadline):
         return StoreTimeoutError(requests.timeout_message(self._request, self._seconds))
 
 
-class AsyncTCPStore(AsyncMethods):
+class AsyncTCPStore:
     """A client of a TCPStore server for asyncio, created by `connect` and bound to the loop that created it.
 
     The methods are those of `torch.distributed.TCPStore`, with `await`. Each raises StoreTimeoutError, which is a
@@ -272,6 +271,10 @@ class AsyncTCPStore(AsyncMethods):
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether it existed."""
         return bool(await self._call(requests.delete_key(key)) == 1)
+
+    async def num_keys(self) -> int:
+        """Return the number of keys, including those that PyTorch keeps for itself, as in PyTorch."""
+        return int(await self._call(requests.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
         """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
@@ -543,13 +546,6 @@ class AsyncTCPStore(AsyncMethods):
             opening.result()
 
     # Making calls
-
-    def _send(self, request: Request) -> Awaitable[Any]:
-        return self._send_of_extension(request) if request[0].since else self._call(request)
-
-    async def _send_of_extension(self, request: Request) -> Any:
-        await self._require(capabilities.EXTENSION, request)
-        return await self._call(request)
 
     def _call(self, request: Request) -> Awaitable[Any]:
         """Make a call that the server answers at once, or not at all."""
