@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
@@ -19,6 +18,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from ..auth.secret_files import TlsFiles
+from ..base.callbacks import weakly
 from ..base.coercion import Text, Timeout, call_seconds, to_host, to_port, to_seconds
 from ..base.deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..base.errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
@@ -721,8 +721,8 @@ class AsyncTCPStore:
             explained = functools.partial(lost_error, self.host, self.port, self._token, self._tls, self._name)
         connection = AsyncConnection(
             session,
-            _weak(self._connection_lost),
-            _weak(self._connection_freed),
+            weakly(self._connection_lost),
+            weakly(self._connection_freed),
             functools.partial(resume, self.host, self.port, self._token, self._tls),
             explained,
         )
@@ -744,7 +744,7 @@ class AsyncTCPStore:
 
     def _close_later(self, connection: AsyncConnection) -> None:
         """Close a further connection after IDLE_SECONDS if it is idle then, otherwise check again."""
-        asyncio.get_running_loop().call_later(IDLE_SECONDS, _weak(self._close_surplus), connection)
+        asyncio.get_running_loop().call_later(IDLE_SECONDS, weakly(self._close_surplus), connection)
 
     def _close_surplus(self, connection: AsyncConnection) -> None:
         if connection not in self._connections:
@@ -795,15 +795,3 @@ async def _error_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)  # the task is kept, and its frames refer to the store
     return None
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback that does not keep the method's object alive, so that `__del__` reports a forgotten store."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*given)
-
-    return call

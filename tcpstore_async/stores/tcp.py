@@ -39,7 +39,6 @@ from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
 from ..client.connect import always
 from ..client.credentials import find_token
-from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..client.server_url import ServerUrl
 from ..client.store_name import (
@@ -50,6 +49,7 @@ from ..client.store_name import (
     is_local,
     process_id,
 )
+from ..client.sync_client import TCPClient
 from ..client.tls import ClientTls
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..server.master import ServerHandle, check_host_tokens, host
