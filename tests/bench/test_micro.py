@@ -81,7 +81,7 @@ def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_tree_that_cannot_be_measured_is_one_line(tmp_path: Path, broken: bool) -> None:
     if broken:
-        copied(tmp_path, "values.py", "raise ImportError('on purpose')\n")
+        copied(tmp_path, "wire/values.py", "raise ImportError('on purpose')\n")
     done = micro("--tree", str(ROOT), "--tree", str(tmp_path))
     assert done.returncode == 2
     why = "ImportError: on purpose" if broken else "contains no tcpstore_async package"
