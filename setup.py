@@ -69,6 +69,7 @@ COMPILED = [
     "tcpstore_async/client/sync_connection.py",
     "tcpstore_async/client/wait_queue.py",
     "tcpstore_async/client/pool.py",
+    "tcpstore_async/client/sync_client.py",
     "tcpstore_async/server/accepting.py",
     "tcpstore_async/server/base.py",
     "tcpstore_async/server/uv.py",

@@ -49,12 +49,12 @@ WAITERS = 100_000
 STORED_KEYS = 800_000
 APPENDED_MIB = 256
 """Size of a value grown by APPEND."""
-SHORT, LONG, LONG_TO_SET = 12, 2032, 128
-"""Lengths of keys, in bytes: with long ones a request, or the keys of a MULTI_SET, are as large as a limit allows."""
+SHORT, LONG = 12, 128
+"""Lengths of keys, in bytes: with long ones those of a request are as long together as `request_key_bytes` allows."""
 
 STEPWISE_MS, ATOMIC_MS, AT_ONCE_MS, LIMITED_MS = 5.0, 50.0, 25.0, 35.0
-"""Limits for commands that can be done in steps, for those that must be atomic, and for MULTI_SET: without a token, and
-with one that has a prefix and limits."""
+"""Limits for commands that are done in steps, for those that must be atomic, and for CHECK, MULTI_GET and MULTI_SET:
+without a token, and with one that has a prefix and limits."""
 
 TOKEN = Access("t", prefix="0", max_keys=10**6, max_bytes=10**9)
 NEAR = Access("t", prefix="0", max_keys=KEYS_PER_REQUEST, max_bytes=10**9)
@@ -685,13 +685,13 @@ CASES: dict[str, dict[str, Case]] = {
     "MULTI_SET": {
         "131,072 new keys": set_many(SHORT, False),
         "131,072 keys that exist": set_many(SHORT, True),
-        "131,072 new longest keys": set_many(LONG_TO_SET, False),
-        "131,072 longest keys that exist": set_many(LONG_TO_SET, True),
+        "131,072 new longest keys": set_many(LONG, False),
+        "131,072 longest keys that exist": set_many(LONG, True),
         "131,072 new keys, limited token": set_many(SHORT, False, TOKEN),
         "131,072 keys that exist, limited token": set_many(SHORT, True, TOKEN),
         "131,072 that exist, token near its limit": set_many(SHORT, True, NEAR),
-        "131,072 new longest keys, limited token": set_many(LONG_TO_SET, False, TOKEN),
-        "131,072 longest that exist, limited token": set_many(LONG_TO_SET, True, TOKEN),
+        "131,072 new longest keys, limited token": set_many(LONG, False, TOKEN),
+        "131,072 longest that exist, limited token": set_many(LONG, True, TOKEN),
         "131,072 keys for which 16 wait, twice": set_twice,
         "131,072 keys for which 16 wait, then PINGs": set_awaited(16, frame("ping", 1)),
         "131,072 keys for which 16 wait, who leave": set_awaited(16),
@@ -750,6 +750,7 @@ CASES: dict[str, dict[str, Case]] = {
 }
 """By command: the worst that one request, or a disconnection after it, can do."""
 
+AT_ONCE = ("CHECK", "MULTI_GET", "MULTI_SET")
 ATOMIC = ("LIST_KEYS", "QUEUE_PUSH")
 """Everyone must see all of it or nothing, or all waiters at once: who takes an item depends on those before."""
 
@@ -782,7 +783,7 @@ def main() -> int:
                 continue
             for situation in cases:
                 limit = ATOMIC_MS if name in ATOMIC else STEPWISE_MS
-                if name == "MULTI_SET":
+                if name in AT_ONCE:
                     limit = LIMITED_MS if "token" in situation else AT_ONCE_MS
                 runs = pool.starmap(longest, [(name, situation)] * options.runs, chunksize=1)
                 took = statistics.median(runs)

@@ -20,12 +20,11 @@ from conformance.script import Deed
 from conformance.vectors import libuv_vectors
 from properties.test_codec_properties import REPLIES, REQUESTS
 from support import LIMIT
-from tcpstore_async import HashStore, PrefixStore, Store, TCPStore, serve
+from tcpstore_async import PrefixStore, Store, TCPStore, serve
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import capabilities, requests
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.client.methods import DECLARED, Methods
 from tcpstore_async.observe.history import _NO_VALUES, History
 from tcpstore_async.server.features import attach_features
 from tcpstore_async.session import identity
@@ -39,8 +38,8 @@ ROOT = Path(__file__).parent.parent
 CLIENT = [
     *(ROOT / "tcpstore_async" / "client").glob("*.py"),
     ROOT / "tcpstore_async" / "session" / "client.py",
-    ROOT / "tcpstore_async" / "session" / "link_client.py",
-    ROOT / "tcpstore_async" / "session" / "single_client.py",
+    ROOT / "tcpstore_async" / "links" / "link_client.py",
+    ROOT / "tcpstore_async" / "links" / "single_client.py",
 ]
 """Where requests are made."""
 
@@ -92,14 +91,9 @@ def _methods_missing(
 ) -> Iterator[str]:
     """Yield what users lack who want to call this command's method, and where to add it."""
     method = command.method
-    if method in DECLARED:
-        return
     parts: list[tuple[type, str]] = [
         (sync, "stores/tcp"), (PrefixStore, "stores/prefix"), (asynchronous, "client/aio")
     ]  # fmt: skip
-    if not command.parks and not any(method in vars(kind) for kind, _ in parts):
-        yield f"Methods.{method} to client/methods.py"
-        return
     if f'BY_METHOD["{method}"]' not in (ROOT / "tcpstore_async" / "client" / "requests.py").read_text():
         yield f'a request with BY_METHOD["{method}"] to client/requests.py'
     for kind, file in ((Store, "stores/base"), *parts):
@@ -108,25 +102,11 @@ def _methods_missing(
 
 
 def test_missing_methods_are_named() -> None:
-    assert list(_methods_missing(BY_METHOD["attend"])) == ["Methods.attend to client/methods.py"]
     assert [text.partition(" to ")[2] for text in _methods_missing(BY_METHOD["wait_count"])] == [
         "stores/base.py", "stores/tcp.py", "stores/prefix.py", "client/aio.py"
     ]  # fmt: skip
     unknown = Command(0xFF, "UNKNOWN", codecs.KEY, codecs.WAKE, "unknown", Flag.PARKS, "")
     assert "client/requests.py" in next(_methods_missing(unknown))
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_a_declaration_is_a_method_of_every_store(name: str) -> None:
-    """With the parameters, the result type and the docstring that it declares."""
-    assert BY_METHOD[name].method == name
-    declared = vars(Methods)[name].call
-    for kind in (Store, TCPStore, PrefixStore, AsyncTCPStore):
-        method = getattr(kind, name)
-        assert method.__doc__ == declared.__doc__ is not None, f"Methods.{name} in client/methods.py has no docstring"
-        assert [*inspect.signature(method).parameters] == [*inspect.signature(declared).parameters]
-        assert inspect.signature(method).return_annotation == method.__annotations__["return"]
-        assert inspect.iscoroutinefunction(method) == (kind is AsyncTCPStore)
 
 
 SAMPLES = {"keys": ["k"], "values": ["v"]}
@@ -141,18 +121,6 @@ def _samples(method: Callable[..., Any]) -> list[Any]:
         for name, one in parameters
         if one.default is one.empty
     ]
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_a_view_puts_its_prefix_before_all_keys(name: str) -> None:
-    """So parameters that are keys have to be named `key` or `keys`."""
-    declared = vars(Methods)[name].call
-    store = HashStore()
-    setattr(store, name, functools.partial(declared, store))  # returns the request
-    command, fields = declared(store, *_samples(declared))[0]
-    _, prefixed = getattr(PrefixStore("p", store), name)(*_samples(declared))[0]
-    expected = [b"/p" + key for key in command.request.keys(fields)]
-    assert command.request.keys(prefixed) == expected, f"name the keys of Methods.{name} `key` or `keys`"
 
 
 def test_a_view_forwards_every_method() -> None:

@@ -53,6 +53,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert [name for name in done.stdout.split() if name.startswith("tcpstore")] == [
         "tcpstore_async",
+        "tcpstore_async.base",
         "tcpstore_async.base.version",
     ]
     assert "asyncio" not in done.stdout

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, Store, TCPStore
-from tcpstore_async.client.methods import DECLARED, SyncMethods
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COMPATIBILITY, REFERENCE = DOCS / "compatibility.md", DOCS / "reference.md"
@@ -223,12 +222,6 @@ def public(store: type) -> set[str]:
     return {name for name in dir(store) if not name.startswith("_")} | ({"host", "port"} & _assigned(store))
 
 
-def _raises(store: type, name: str) -> bool:
-    """Whether it is a declared method, which raises NotImplementedError in a store that has no server."""
-    declared = issubclass(store, SyncMethods) and getattr(store, name, None) is getattr(SyncMethods, name, store)
-    return declared and all(getattr(store, own) is getattr(SyncMethods, own) for own in ("_perform", "_send"))
-
-
 def _assigned(store: type) -> set[str]:
     """Return the public attributes that instances have and the class does not."""
     return {"host", "port"} if store in (TCPStore, AsyncTCPStore) else set()
@@ -243,7 +236,7 @@ def notes() -> list[str]:
 
 
 def cell(store: type, name: str) -> str:
-    if name not in public(store) or _raises(store, name):
+    if name not in public(store):
         return "–"
     if store is AsyncTCPStore:
         return "yes"
@@ -292,7 +285,7 @@ RETURNS: dict[Any, str] = {None: "–", list[str]: "list of str", list[bytes]: "
 
 def render_reference() -> str:
     """Return the table of what the methods of every store do, from their signatures and docstrings."""
-    names = [name for name in (*vars(Store), *DECLARED) if not name.startswith("_")]
+    names = [name for name in vars(Store) if not name.startswith("_")]
     names.sort(key=lambda name: OF_THE_STORE.index(name) if name in OF_THE_STORE else -1)
     return "\n".join(["| method | returns | |", "|---|---|---|", *map(_reference_row, names)])
 

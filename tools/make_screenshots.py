@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from PIL import Image  # noqa: E402
-
-from support import RawPeer, tcpstore_server  # noqa: E402
 from web.browser import Browser, Page  # noqa: E402
 from web.scenes import FIRST_PID, SIZE, incident, introduction  # noqa: E402
+
+from support import RawPeer, tcpstore_server  # noqa: E402
 
 SECONDS = 90
 """For which the job goes on: the picture shows the operations of so many seconds."""

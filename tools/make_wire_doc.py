@@ -233,7 +233,7 @@ over a limit, as soon as it is announced; and the reasons given above for the ex
 has no effect. A peer that has not read those replies ten seconds later is disconnected without them.
 
 By default, a key may have up to {key}, a value {value}, and a request {limits.keys:,} keys, as on
-PyTorch's server. A whole request may have up to {_size(limits.request_bytes)}, and the keys of a MULTI_SET together
+PyTorch's server. A whole request may have up to {_size(limits.request_bytes)}, and its keys together
 up to {_size(limits.request_key_bytes)}.
 """
 

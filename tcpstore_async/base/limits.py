@@ -41,7 +41,7 @@ class Limits:
     """Length of one request: at least one key and two values of the maximum length."""
 
     request_key_bytes: int = 16 * MIB
-    """Length of all keys of one MULTI_SET, at least one: they are looked up at once, which takes time for long keys."""
+    """Length of all keys of one request, at least one: they are looked up at once, which takes time for long keys."""
 
     budget_bytes: int = 8 * GIB
     """Everything that peers make the server hold, overheads included: the store, waiters, incomplete requests, unsent

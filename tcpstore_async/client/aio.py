@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
@@ -19,6 +18,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from ..auth.secret_files import TlsFiles
+from ..base.callbacks import weakly
 from ..base.coercion import Text, Timeout, call_seconds, to_host, to_port, to_seconds
 from ..base.deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..base.errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
@@ -31,7 +31,6 @@ from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect, lost_error
 from .credentials import find_token
-from .methods import AsyncMethods
 from .requests import ANOTHER, Request
 from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server
@@ -57,7 +56,7 @@ class _CallDeadline(Deadline):
         return StoreTimeoutError(requests.timeout_message(self._request, self._seconds))
 
 
-class AsyncTCPStore(AsyncMethods):
+class AsyncTCPStore:
     """A client of a TCPStore server for asyncio, created by `connect` and bound to the loop that created it.
 
     The methods are those of `torch.distributed.TCPStore`, with `await`. Each raises StoreTimeoutError, which is a
@@ -272,6 +271,10 @@ class AsyncTCPStore(AsyncMethods):
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether it existed."""
         return bool(await self._call(requests.delete_key(key)) == 1)
+
+    async def num_keys(self) -> int:
+        """Return the number of keys, including those that PyTorch keeps for itself, as in PyTorch."""
+        return int(await self._call(requests.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
         """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
@@ -544,13 +547,6 @@ class AsyncTCPStore(AsyncMethods):
 
     # Making calls
 
-    def _send(self, request: Request) -> Awaitable[Any]:
-        return self._send_of_extension(request) if request[0].since else self._call(request)
-
-    async def _send_of_extension(self, request: Request) -> Any:
-        await self._require(capabilities.EXTENSION, request)
-        return await self._call(request)
-
     def _call(self, request: Request) -> Awaitable[Any]:
         """Make a call that the server answers at once, or not at all."""
         connection = self._ready_connection() if self._identified else None
@@ -725,8 +721,8 @@ class AsyncTCPStore(AsyncMethods):
             explained = functools.partial(lost_error, self.host, self.port, self._token, self._tls, self._name)
         connection = AsyncConnection(
             session,
-            _weak(self._connection_lost),
-            _weak(self._connection_freed),
+            weakly(self._connection_lost),
+            weakly(self._connection_freed),
             functools.partial(resume, self.host, self.port, self._token, self._tls),
             explained,
         )
@@ -748,7 +744,7 @@ class AsyncTCPStore(AsyncMethods):
 
     def _close_later(self, connection: AsyncConnection) -> None:
         """Close a further connection after IDLE_SECONDS if it is idle then, otherwise check again."""
-        asyncio.get_running_loop().call_later(IDLE_SECONDS, _weak(self._close_surplus), connection)
+        asyncio.get_running_loop().call_later(IDLE_SECONDS, weakly(self._close_surplus), connection)
 
     def _close_surplus(self, connection: AsyncConnection) -> None:
         if connection not in self._connections:
@@ -799,15 +795,3 @@ async def _error_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)  # the task is kept, and its frames refer to the store
     return None
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback that does not keep the method's object alive, so that `__del__` reports a forgotten store."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*given)
-
-    return call

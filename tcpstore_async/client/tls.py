@@ -24,10 +24,10 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from ..auth.secret_files import TlsFiles, load_certificates
+from ..base.callbacks import weakly
 from ..base.errors import AccessDeniedError, DistNetworkError
 from ..session.tls import TlsError, TlsStream
 from . import background
@@ -387,7 +387,7 @@ class Bridge:
             return
         self._check_end()
         if self._loop is not None and not self.ended.is_set():
-            self._loop.call_later(_LINGER_SECONDS, _weakly(self.abandon))
+            self._loop.call_later(_LINGER_SECONDS, weakly(self.abandon))
 
     def _server_broke(self) -> None:
         """Writing to the server failed: it may have said why."""
@@ -535,17 +535,6 @@ class Bridge:
 
 
 _bridges: Final[weakref.WeakSet[Bridge]] = weakref.WeakSet()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return call
 
 
 def _close_inherited() -> None:

@@ -30,13 +30,13 @@ from ..wire.values import (
     Value,
     cost,
     framed,
+    length,
     number,
     size,
     wrap,
 )
 from .queues import Queues
 from .registrations import MarkStale, UnparkFirst
-from .shared_requests import ReadKeys
 from .steps import UNCUT, DeferredWork, FreeValue, IncrementalCommand, ReplyInPieces, portion_end
 from .waiter_types import AWAITING_VALUE, Counter, Waiter
 from .waiters import PostponedWaitCount
@@ -168,7 +168,8 @@ class Keyspace(Queues):
         """Incremented whenever a value's key is created or deleted."""
         self.freeing = False
         """Whether a list is being freed in steps."""
-        self.max_reply = limits.budget_bytes
+        self.max_reply: int = limits.budget_bytes
+        """Bytes of a MULTI_GET reply above which it is refused."""
 
     # Values
 
@@ -196,26 +197,14 @@ class Keyspace(Queues):
             return value
         if value is None:
             return self.reserved.get(key, EMPTY)
-        if self._chunked(value):
-            self.incremental = ReplyInPieces(self.read(key, whole=True) or [])
+        if isinstance(value, Growing) and self._chunked(value):
+            self.incremental = ReplyInPieces(value.read())
             return EMPTY
         return self._flatten(key, value)
 
     def exists(self, key: bytes) -> bool:
         """Whether CHECK sees the key: as a value, a queue with items, or a reserved key."""
         return key in self.values or key in self.queues or key in self.reserved
-
-    def read(self, key: bytes, whole: bool) -> list[Framed] | None:
-        """Return the value in pieces, the empty one if it is missing.
-
-        If not `whole`, only report whether the key exists: no pieces if it does, None if not.
-        """
-        if not whole:
-            return [] if self.exists(key) else None
-        value = self.values.get(key)
-        if value is None:
-            return [self.reserved.get(key, EMPTY)]
-        return value.read() if isinstance(value, Growing) else [framed(value)]
 
     def reply_value(self, key: bytes) -> Value:
         value = self.values.get(key)
@@ -309,14 +298,14 @@ class Keyspace(Queues):
 
     def check(self, keys: list[bytes]) -> bool:
         """Whether every key exists; see `exists`."""
-        if len(keys) > self.portion:
-            self.incremental = ReadKeys(self, keys, whole=False)
-            return False
         values = self.values
+        present = True
         for key in keys:
             if key not in values and key not in self.queues and key not in self.reserved:
-                return False
-        return True
+                present = False
+                break
+        self.free_later(keys)
+        return present
 
     def _exists_elsewhere(self, key: bytes) -> bool:
         """Whether a key without a value exists nevertheless."""
@@ -356,24 +345,19 @@ class Keyspace(Queues):
         return list(self.values)
 
     def multi_get(self, keys: list[bytes]) -> list[Framed]:
-        """Return the values in order, empty ones for missing keys."""
+        """Return the values in order, empty ones for missing keys. Raises LimitError for a reply above `max_reply`."""
         values: list[Framed] = []
-        if len(keys) > self.portion:
-            self.incremental = ReadKeys(self, keys, whole=True)
-            return values
-        large = 0
         for key in keys:
             value = self.values.get(key)
             if isinstance(value, bytes):
                 values.append(value)
             elif isinstance(value, Growing) and self._chunked(value):
-                large += size(value)
-                if large <= self.max_reply:
-                    values.extend(value.read())
+                values.extend(value.read())
             else:
                 values.append(self.get(key))
-        if large > self.max_reply:
-            raise LimitError("budget_bytes", large, self.max_reply)
+        self.free_later(keys)
+        if (reply := length(values)) > self.max_reply:
+            raise LimitError("budget_bytes", reply, self.max_reply)
         return values
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:

@@ -8,77 +8,10 @@ Invariants: what is kept for a list is what its keys would give now, and an open
 list would await. A key is named by at most one tracked list.
 """
 
-from typing import Any
-
-from ..base.errors import LimitError
 from ..base.limits import MEMBER_BYTES
 from ..wire.values import Framed, length
-from .steps import IncrementalCommand, portion_end
 from .waiter_types import IDLE, UNKNOWN, KeyList, SharedWait, Waiter
 from .waiters import WaiterRegistry
-
-
-class ReadKeys(IncrementalCommand):
-    """CHECK and MULTI_GET of many keys, as of the moment the read begins: changes note the old value with it first.
-
-    One runs at a time, so that a change has one to notify; others begin when it is done.
-    """
-
-    def __init__(self, keyspace: "SharedRequests", keys: list[bytes], whole: bool) -> None:
-        super().__init__()
-        self.keyspace = keyspace
-        self.keys = keys
-        self.whole = whole
-        """Whether to read values; if not, only whether all keys exist."""
-        self.at = 0
-        self.before: dict[bytes, list[Framed] | None] = {}
-        """By key changed since the read began: what it was then."""
-        self.size: int = 0
-        self.keeps = True
-        self.step(0)
-
-    def note(self, key: bytes) -> None:
-        """Remember a key that is about to change."""
-        if key not in self.before:
-            self.before[key] = self.keyspace.read(key, self.whole)
-
-    def step(self, most: int) -> bool:
-        keyspace = self.keyspace
-        if keyspace.reading is not self:
-            if keyspace.reading is not None:
-                return False
-            keyspace.set_reading(self)
-            self.determined = True
-        keys = self.keys
-        at = self.at
-        stop = portion_end(keys, at, most)
-        before = self.before
-        parts = self.parts
-        while at < stop and len(parts) < most:
-            key = keys[at]
-            at += 1
-            pieces = before[key] if key in before else keyspace.read(key, self.whole)
-            if pieces is None:
-                if not self.whole:
-                    self.result = False
-                    self.abandon()
-                    return True
-                continue
-            parts.extend(pieces)
-            self.size += length(pieces)
-        self.at = at
-        if self.size > keyspace.max_reply:
-            raise LimitError("budget_bytes", self.size, keyspace.max_reply)
-        if at < len(keys):
-            return False
-        self.result = [] if self.whole else True
-        self.abandon()
-        return True
-
-    def abandon(self) -> None:
-        if self.keyspace.reading is self:
-            self.keyspace.set_reading(None)
-        self.keyspace.free_later(self.keys)
 
 
 class SharedRequests(WaiterRegistry):
@@ -88,22 +21,10 @@ class SharedRequests(WaiterRegistry):
         super().__init__(max_size, portion)
         self.noting = False
         """Whether `note` must be called before a change: cheaper to test than what it looks at."""
-        self.reading: ReadKeys | None = None
-        """The read in steps under way."""
         self.max_kept_reply: int = 0
         """Bytes of a reply above which it is not kept."""
-        self.max_reply: int = 0
-        """Bytes of a MULTI_GET reply above which it is refused."""
 
     # What the keyspace supplies
-
-    def read(self, key: bytes, whole: bool) -> list[Framed] | None:
-        """Return the value in pieces or, if not `whole`, only whether the key exists."""
-        raise NotImplementedError
-
-    def free_later(self, items: list[Any]) -> None:
-        """Free a list in steps if it is long."""
-        raise NotImplementedError
 
     def check(self, keys: list[bytes]) -> bool:
         """Whether every key exists."""
@@ -216,18 +137,11 @@ class SharedRequests(WaiterRegistry):
             self.tracked.pop(key, None)
         self.update_noting()
 
-    def set_reading(self, reading: ReadKeys | None) -> None:
-        """Begin, or end, a read in steps."""
-        self.reading = reading
-        self.update_noting()
-
     def update_noting(self) -> None:
-        self.noting = self.reading is not None or len(self.tracked) > 0 or self.waking is not None
+        self.noting = len(self.tracked) > 0 or self.waking is not None
 
     def note(self, key: bytes) -> None:
-        """Note that a key is about to change: a read in steps keeps what it was, and those who await it are woken."""
-        if self.reading is not None:
-            self.reading.note(key)
+        """Note that a key is about to change: nothing is kept for its list, and those who await it are woken."""
         self.finish_waking(key)
         listed = self.tracked.get(key)
         if listed is not None:

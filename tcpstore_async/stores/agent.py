@@ -20,8 +20,8 @@ from ..base.deadline import Deadline
 from ..base.errors import DistError, ProtocolError, StoreTimeoutError, counted
 from ..base.keys import stored_key
 from ..client import capabilities, requests
-from ..client.pool import TCPClient
 from ..client.requests import Request
+from ..client.sync_client import TCPClient
 from ..keyspace.agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
 from ..keyspace.rounds import CLOSED, FORMED, PARTICIPANT, REDUNDANT
 from ..wire.values import PREFIX, Framed

@@ -12,12 +12,11 @@ from typing import Final, TypeVar
 from ..base.coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
 from ..base.deadline import DEFAULT_TIMEOUT, Deadline
 from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
-from ..client.methods import SyncMethods
 
 Self = TypeVar("Self", bound="Store")
 
 
-class Store(SyncMethods):
+class Store:
     """A key-value store shared by the ranks of a job, with the methods of `torch.distributed.Store`.
 
     Keys and values are bytes, bytearray, or str, which is encoded as UTF-8; values are returned as bytes. A timeout is
@@ -80,6 +79,10 @@ class Store(SyncMethods):
 
     def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether it existed."""
+        raise NotImplementedError
+
+    def num_keys(self) -> int:
+        """Return the number of keys, including those that PyTorch keeps for itself, as in PyTorch."""
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:

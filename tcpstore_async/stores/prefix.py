@@ -6,16 +6,12 @@ used. Values are passed on as bytes, as PyTorch's PrefixStore does: a user-defin
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final
 
 from ..base.coercion import Text, Timeout, to_bytes, to_bytes_list
 from ..base.deadline import Deadline
 from ..base.keys import decode_keys
-from ..client.methods import Method
 from .base import Store
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class PrefixStore(Store):
@@ -67,13 +63,6 @@ class PrefixStore(Store):
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix!r}, {self._store!r})"
 
-    def _perform(self, method: Method[P, T], /, *given: P.args, **named: P.kwargs) -> T:
-        arguments = [self._passed_on(name, value) for name, value in zip(method.parameters, given, strict=False)]
-        arguments += given[len(arguments) :]  # too many, as the underlying store will say
-        options = {name: self._passed_on(name, value) for name, value in named.items()}
-        result: T = getattr(self._store, method.name)(*arguments, **options)
-        return result
-
     # Values
 
     def set(self, key: Text, value: Text) -> None:
@@ -98,6 +87,9 @@ class PrefixStore(Store):
 
     def delete_key(self, key: Text) -> bool:
         return self._store.delete_key(self._prefixed(key))
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
 
     def list_keys(self) -> list[str]:
         return decode_keys(self._list_keys_as_bytes())
@@ -138,12 +130,6 @@ class PrefixStore(Store):
         return self._store._absent(self._all_prefixed(keys), deadline)
 
     # Keys
-
-    def _passed_on(self, name: str, value: Any) -> Any:
-        """Return an argument as the underlying store gets it: with the prefix, if its name says that it is a key."""
-        if name == "key":
-            return self._prefixed(value)
-        return self._all_prefixed(value) if name == "keys" else value
 
     def _prefixed(self, key: Text, argument: str = "key") -> Text:
         """Return the underlying store's key: str if prefix and key are str, which a user-defined store may expect."""

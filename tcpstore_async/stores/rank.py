@@ -15,7 +15,7 @@ from typing import Final
 from ..base.deadline import Deadline, backoff
 from ..base.errors import DistNetworkError, StoreTimeoutError
 from ..client import requests
-from ..client.pool import TCPClient
+from ..client.sync_client import TCPClient
 from ..wire.commands import JOINS_KEY
 from ..wire.values import unpack
 

@@ -39,7 +39,6 @@ from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
 from ..client.connect import always
 from ..client.credentials import find_token
-from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..client.server_url import ServerUrl
 from ..client.store_name import (
@@ -50,6 +49,7 @@ from ..client.store_name import (
     is_local,
     process_id,
 )
+from ..client.sync_client import TCPClient
 from ..client.tls import ClientTls
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..server.master import ServerHandle, check_host_tokens, host
@@ -456,6 +456,9 @@ class TCPStore(Store):
     def delete_key(self, key: Text) -> bool:
         return bool(self._connection().call(requests.delete_key(key)) == 1)
 
+    def num_keys(self) -> int:
+        return int(self._connection().call(requests.NUM_KEYS))
+
     def list_keys(self) -> list[str]:
         return decode_keys(self._list_keys_as_bytes())
 
@@ -561,10 +564,6 @@ class TCPStore(Store):
             raise StoreTimeoutError(requests.timeout_message(request, seconds)) from None
 
     # Helpers
-
-    def _send(self, request: Request) -> Any:
-        client = self._supporting(capabilities.EXTENSION, request) if request[0].since else self._connection()
-        return client.call(request)
 
     def _connection(self) -> TCPClient:
         if self._client is None:

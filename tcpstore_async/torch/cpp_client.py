@@ -21,10 +21,10 @@ from ..base.deadline import Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError
 from ..client.brief_join import BriefJoin
 from ..client.credentials import find_token
-from ..client.pool import TCPClient
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
 from ..client.store_port import direct_address
+from ..client.sync_client import TCPClient
 from ..client.tls_settings import wants_tls
 from ..relay.named_ports import listen, open_port
 from ..stores.rank import Rank, new_token

@@ -433,9 +433,10 @@ class CountedList(RequestCodec):
         start = at + PREFIX
         items: list[Any] = []
         stop = take_keys(items, count, data, start, end, limits) if self.item is KEY else start
-        if len(items) == count and stop - at <= limits.request_bytes:
+        size = stop - at
+        if len(items) == count and size <= limits.request_bytes and size <= limits.request_key_bytes:
             return call(items), stop
-        return PartialList(self, count, items, stop - at).decode(call, data, stop, end, limits)
+        return PartialList(self, count, items, size).decode(call, data, stop, end, limits)
 
     def encode(self, fields: Fields) -> bytes:
         items: list[Any] = fields[0]
@@ -473,7 +474,7 @@ class PartialList(PartialRequest):
         self.items = items
         self.size = size
         self.key_bytes: int = 0
-        """Bytes of the keys of pairs."""
+        """Bytes of the keys."""
         self.at = 0
         if count > _MANY_ITEMS:
             gc.collect(0)  # lest the list is traversed when it is long: 20 ms for 131,072 long keys
@@ -494,6 +495,8 @@ class PartialList(PartialRequest):
             if item is not KEY:
                 self.key_bytes += len(field[0])
             at = stop
+        if item is KEY:
+            self.key_bytes = self.size + at - start - PREFIX * (len(items) + 1)
         if self.key_bytes > limits.request_key_bytes:
             raise LimitError("request_key_bytes", self.key_bytes, limits.request_key_bytes)
         self.at = at

@@ -27,7 +27,7 @@ from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.client import requests
 from tcpstore_async.client.brief_join import BriefJoin
-from tcpstore_async.client.pool import TCPClient
+from tcpstore_async.client.sync_client import TCPClient
 from tcpstore_async.server.master import host
 from tcpstore_async.stores.rank import Rank
 from tcpstore_async.wire.commands import JOINS_KEY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -28,7 +29,7 @@ from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.keys import stored_key
-from tcpstore_async.client import background, capabilities, pool, requests, wait_queue
+from tcpstore_async.client import background, capabilities, requests, sync_client, wait_queue
 from tcpstore_async.client.brief_join import BriefJoin
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
@@ -528,7 +529,7 @@ def _interrupt_at(port: int, call: Callable[[TCPStore], object], step: int, rais
 
     def profile(frame: Any, event: str, _: object) -> None:  # these are the moments at which the interpreter looks
         nonlocal left
-        ours = "tcpstore_async/client/" in frame.f_code.co_filename or "session" in frame.f_code.co_filename
+        ours = re.search("tcpstore_async/(client|links|session)/", frame.f_code.co_filename)
         if ours and event in ("call", "c_return"):
             left -= 1
             if left < 0:
@@ -580,7 +581,7 @@ def stopped_at(step: int, passed: Callable[[], bool]) -> Iterator[Callable[[], b
 
     def profile(frame: Any, event: str, _: object) -> None:
         nonlocal left
-        ours = "tcpstore_async/client/" in frame.f_code.co_filename or "session" in frame.f_code.co_filename
+        ours = re.search("tcpstore_async/(client|links|session)/", frame.f_code.co_filename)
         if ours and event in ("call", "c_return") and passed():
             left -= 1
             if left < 0:
@@ -605,7 +606,7 @@ def test_an_interrupt_at_every_step_after_a_pop_has_timed_out(
 ) -> None:
     """It neither loses the store, although a write is unconfirmed, nor keeps the item."""
     if not linked:
-        monkeypatch.setattr(pool, "SINGLE_LINKS", 1000)
+        monkeypatch.setattr(sync_client, "SINGLE_LINKS", 1000)
     out = OutOfTime(monkeypatch)
     step = 0
     stopped = True

@@ -26,7 +26,7 @@ from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.keys import stored_key
-from tcpstore_async.client import pool, requests
+from tcpstore_async.client import pool, requests, sync_client
 from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
 from tcpstore_async.serving import build
 
@@ -227,7 +227,7 @@ def test_without_the_gil_a_connection_is_released_with_the_lock(
         lock: Any = store._client._lock
         for connection in connections(store):
             connection.__class__ = Watched
-        monkeypatch.setattr(pool, "_FREE_THREADED", True)
+        monkeypatch.setattr(sync_client, "_FREE_THREADED", True)
         store.set(key, "2")
         assert store.add(key, 1) == 3
         store.wait([key])

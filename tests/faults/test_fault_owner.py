@@ -99,7 +99,7 @@ Owner.report_ready = lambda *arguments: [hold(), report_ready(*arguments)]
 MOMENTS = {
     "before it forks": ("if os.fork():", "hold()\n"),
     "when it has forked": ("try:\n", "hold()\n"),
-    "when it serves": ("main(int(", HOLD_LATER),
+    "when it serves": ("child_main(int(", HOLD_LATER),
 }
 """Where in the program of a server process it waits, and by what."""
 

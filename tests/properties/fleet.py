@@ -493,7 +493,7 @@ class Fleet:
             partials = (one.session.partial for one in self.connections if one is not None)
             _same("compared", listed.compared, sum(getattr(partial, "known", None) is listed for partial in partials))
         _same("tracked", dict(keyspace.tracked), tracked)
-        _same("noting", keyspace.noting, keyspace.reading is not None or len(tracked) > 0)
+        _same("noting", keyspace.noting, len(tracked) > 0)
         _same("bytes of lists", cache.size, sum(listed.size for listed in cache.lists.values()))
         if cache.size > cache.capacity:
             raise Difference(f"lists count {cache.size} bytes")

@@ -1,6 +1,6 @@
 """A fleet whose engine carries out nearly every command in steps, with the steps of all sessions mixed at random.
 
-Each command takes effect at one moment: reads, and what a write wakes, when it arrives, however late they are sent; a
+Each command takes effect at one moment: what a write wakes, when it arrives, however late it is sent; a
 WAIT looks at each key in its step; a command that must first drop registrations, and a MULTI_SET that waits for another
 one, at its end. The model executes the command whole at that moment. What a session has sent is always the start of
 what the model has sent, and all of it once no work is left.
@@ -14,7 +14,6 @@ from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import ParkOnKeys, PostponedMultiSet
 from tcpstore_async.keyspace.registrations import MarkStale, UnparkFirst
-from tcpstore_async.keyspace.shared_requests import ReadKeys
 from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
 from tcpstore_async.keyspace.waiters import PostponedCommands, PostponedWaitCount
 from tcpstore_async.session.server import Engine
@@ -85,11 +84,10 @@ class SteppedFleet(Fleet):
             self.under[slot] = Under(command)
         else:
             under = self.under[slot] = Under(command)
-            reading = isinstance(job, ReadKeys) and self.engine.keyspace.reading is not job
             late = isinstance(job, (MarkStale, PostponedWaitCount, PostponedMultiSet)) or (
                 isinstance(job, UnparkFirst) and command.name in LATE
             )
-            if isinstance(job, ParkOnKeys) or reading or late:
+            if isinstance(job, ParkOnKeys) or late:
                 if handoff is not None:
                     under.again = handoff if isinstance(job, ParkOnKeys) else None
                     connection.peer.handoff = None
@@ -148,9 +146,6 @@ class SteppedFleet(Fleet):
             self.under[slot] = None
             self._receive_from(slot, connection, under.command, b"")
             return
-        if isinstance(job, ReadKeys) and not under.begun and self.engine.keyspace.reading is None:
-            under.begun = True
-            self._do_late(slot, connection, under.command, refused=False)
         refused = False
         at = job.at if isinstance(job, ParkOnKeys) else -1
         try:
@@ -241,8 +236,6 @@ class SteppedFleet(Fleet):
                 self._compare_output(connection)
         self.engine.pending_flush.clear()
         self.model.woken.clear()
-        if self.engine.keyspace.reading is not None:
-            raise Difference("a read has not ended")
         self.check()
 
 

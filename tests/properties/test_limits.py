@@ -117,17 +117,23 @@ def test_length_of_a_request(command: Command) -> None:
         assert everything(session.engine) == NOTHING
 
 
-def test_length_of_all_keys_of_a_multi_set() -> None:
+@pytest.mark.parametrize("name", ["multi_set", "wait", "check", "multi_get"])
+def test_length_of_all_keys_of_a_request(name: str) -> None:
     limits = Limits(key_bytes=70, value_bytes=50, request_key_bytes=150)
-    fits = Command("multi_set", [(b"a" * 70, b""), (b"b" * 70, b""), (b"c" * 10, b"v" * 50)])
-    longer = Command("multi_set", [(b"a" * 70, b""), (b"b" * 70, b""), (b"c" * 11, b"")])
-    for size in (1, 40, longer.size):
+    fits, longer = ([b"a" * 70, b"b" * 70, b"c" * last] for last in (10, 11))
+    for size in (1, 40, 1000):
         session = greeted(limits=limits)
-        assert feed(session, cut(fits.frame, range(0, fits.size, size))) == (b"", "")
-        assert len(session.engine.keyspace.values) == 3
+        frame = _naming(name, fits).frame
+        assert feed(session, cut(frame, range(0, len(frame), size)))[1] == ""
+        session.leave()
         session = greeted(limits=limits)
-        assert feed(session, cut(longer.frame, range(0, longer.size, size))) == (b"", "request_key_bytes")
+        frame = _naming(name, longer).frame
+        assert feed(session, cut(frame, range(0, len(frame), size))) == (b"", "request_key_bytes")
         assert everything(session.engine) == NOTHING
+
+
+def _naming(name: str, keys: list[bytes]) -> Command:
+    return Command(name, [(key, b"v") for key in keys] if name == "multi_set" else keys)
 
 
 def test_a_list_item_is_refused_before_it_arrives() -> None:

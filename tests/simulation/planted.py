@@ -16,7 +16,7 @@ from tcpstore_async.base.keys import stored_key
 from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
-from tcpstore_async.client.pool import TCPClient
+from tcpstore_async.client.sync_client import TCPClient
 from tcpstore_async.keyspace.accounts import Usage
 from tcpstore_async.keyspace.agents import AgentRegistry
 from tcpstore_async.keyspace.keyspace import Keyspace

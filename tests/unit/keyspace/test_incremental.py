@@ -12,7 +12,6 @@ from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import ParkOnKeys
 from tcpstore_async.keyspace.queues import MAX_LEASES
-from tcpstore_async.keyspace.shared_requests import ReadKeys
 from tcpstore_async.serving import build
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -52,7 +51,7 @@ def heard(session: ServerSession) -> bytes:
 def nothing_is_left(engine: Engine) -> bool:
     keyspace = engine.keyspace
     registrations = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
-    return not any(registrations) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
+    return not any(registrations) and keyspace.parked == 0 and not keyspace.work
 
 
 def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> None:
@@ -189,31 +188,17 @@ def test_a_second_wait_follows_a_long_first_one(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_long_read_sees_the_values_of_its_beginning(engine: Engine) -> None:
-    session, late, other = greeted(engine), greeted(engine), greeted(engine)
+@pytest.mark.parametrize(("name", "reply"), [("check", b"\0"), ("multi_get", pack(b"1") * len(KEYS))])
+def test_a_long_read_is_executed_at_once(engine: Engine, name: str, reply: bytes) -> None:
+    """Only its list is freed in steps."""
+    session, other = greeted(engine), greeted(engine)
     for key in KEYS:
         ask(other, "set", key, b"1")
-    ask(session, "multi_get", KEYS)
-    ask(late, "multi_get", KEYS)
-    for key in KEYS:
-        ask(other, "set", key, b"2")
-    ask(other, "delete_key", KEYS[9])
-    finish(session, late)
-    assert heard(session) == b"".join([(1).to_bytes(8, "little") + b"1"] * 10)
-    assert heard(late) == b"".join([(1).to_bytes(8, "little") + b"2"] * 9) + bytes(8)
-    assert nothing_is_left(engine)
-
-
-def test_a_session_that_leaves_while_reading_lets_the_next_one_read(engine: Engine) -> None:
-    session, late = greeted(engine), greeted(engine)
-    ask(session, "check", KEYS)
-    ask(late, "check", KEYS)
-    assert isinstance(late.incremental, ReadKeys)
-    late.receive(b"")
-    assert engine.keyspace.reading is session.incremental
-    session.leave()
-    finish(late)
-    assert heard(late) == b"\x01"
+    ask(session, name, KEYS)
+    assert session.incremental is None
+    assert heard(session) == reply
+    assert engine.keyspace.work
+    finish(session)
     assert nothing_is_left(engine)
 
 
@@ -539,9 +524,8 @@ def test_a_reply_may_be_as_long_as_the_limit(engine: Engine) -> None:
     finish(session)
     assert heard(session) == expected
     engine.keyspace.max_reply -= 1
-    ask(session, "multi_get", KEYS)
-    with pytest.raises(PeerError):
-        finish(session)
+    with pytest.raises(PeerError, match="budget_bytes"):
+        ask(session, "multi_get", KEYS)
 
 
 def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Engine) -> None:

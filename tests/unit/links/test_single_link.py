@@ -11,7 +11,6 @@ from conformance.frames import (
     NUM_KEYS,
     add,
     append,
-    check,
     delete,
     get,
     i64,
@@ -22,6 +21,7 @@ from conformance.frames import (
 )
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
+from properties.fleet import Command
 from support import blob
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import BudgetError, ProtocolError
@@ -32,6 +32,7 @@ from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.session.client import PendingCall
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import pack
 
 LINK = BY_METHOD["link"]
 
@@ -260,7 +261,10 @@ def test_a_command_under_way_is_completed_without_a_connection() -> None:
     target.engine.keyspace.portion = 10
     peer = peer_of(target)
     session: ServerSession = peer.wire.session
-    session.receive(check(*(b"w%d" % number for number in range(100))))
+    names = [b"w%d" % number for number in range(1100)]
+    for name in names:
+        target.engine.keyspace.set(name, pack(b""))
+    session.receive(Command("wait", names).frame)
     assert session.incremental is not None
     link = cut(target, peer)
     assert session.incremental is None
