@@ -74,7 +74,7 @@ class Engines:
         self.named = NamedStores(self.engine, "0123456789abcdef")
         if observed:
             self.engine.observe(History(self.engine))
-            self.named.on_created = lambda store: store.engine.observe(History(store.engine))
+            self.named.on_created = lambda store: store.observe(History(store))
         self.questions = (encoded(requests.HAS_EXTENSION), encoded(requests.WHO_ARE_YOU))
         self.number = 0
 

@@ -32,14 +32,13 @@ if __name__ != "__mp_main__":  # a child process has the path of its parent
 from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.errors import PeerError
-from tcpstore_async.base.limits import LINK_GRACE, Limits
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.queues import MAX_LEASES
 from tcpstore_async.links.link_client import ClientLink, Stream
-from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.observe.history import History
-from tcpstore_async.session.identity import build, identity
-from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.server.features import attach_features
+from tcpstore_async.session.identity import build
 from tcpstore_async.session.server import PORTION, Engine, ServerSession, Transport
 from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
@@ -83,7 +82,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.engine = Engine(Limits())
-        self.engine.identify(identity("", "uv"))
+        features = attach_features(self.engine, "", "uv")
+        self.named, self.links = features.named, features.links
         self.engine.announce(0)
         self.longest = 0.0
         self.sink = os.open(os.devnull, os.O_WRONLY)
@@ -211,7 +211,6 @@ def authenticated(loop: Loop) -> None:
 
 def let_in(loop: Loop) -> None:
     """Create a store for which all others wait."""
-    NamedStores(loop.engine, "")
     for _ in range(WAITERS):
         session = loop.connect()
         session.receive(ENTER)
@@ -221,7 +220,7 @@ def let_in(loop: Loop) -> None:
 
 def end_store(loop: Loop) -> None:
     """End a store in which all others are, and close their connections."""
-    named = NamedStores(loop.engine, "")
+    named = loop.named
     loop.prepare(OWN)
     for _ in range(WAITERS):
         session = loop.connect()
@@ -333,7 +332,6 @@ class _Broken(Transport):
 
 def lost_owner(loop: Loop) -> None:
     """Enter a store whose owner has lost 100,000 connections."""
-    NamedStores(loop.engine, "")
     for number in range(WAITERS):
         session = _Broken(loop.engine, "::1", number % 60_000, 0.0).session
         session.receive(frame("validate", MAGIC) + OWN)
@@ -585,7 +583,6 @@ def link_sessions(alike: bool) -> Case:
     """Have 16,384 sessions on a link add, with the same request or with one of their own."""
 
     def case(loop: Loop) -> None:
-        LinkRegistry(loop.engine, "", LINK_GRACE)
         client = ClientLink()
         loop.prepare(client.request(validate=False))
         client.connect(0)
@@ -606,7 +603,7 @@ def link_sessions(alike: bool) -> Case:
 
 def acknowledged(loop: Loop) -> None:
     """Acknowledge as many replies as a single link keeps."""
-    registry = LinkRegistry(loop.engine, "", LINK_GRACE)
+    registry = loop.links
     carrier = Transport(loop.engine, "::1", 1, 0.0)
     session = carrier.session
     session.receive(frame("validate", MAGIC))

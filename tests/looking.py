@@ -15,6 +15,7 @@ from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
 from tcpstore_async.diagnosis.ranks import Ranks
 from tcpstore_async.observe.history import History
 from tcpstore_async.observe.inspection import Inspection
+from tcpstore_async.observe.missing import Questions
 from tcpstore_async.observe.missing_reply import Report, decode_report
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -27,6 +28,8 @@ class World:
         self.engine = Engine(Limits())
         self.history = History(self.engine, most_bytes)
         self.engine.observe(self.history)
+        self.questions = Questions(self.engine)
+        self.engine.register("missing", lambda _: self.questions.ask)
         self.sessions: dict[int, ServerSession] = {}
 
     def connect(self, client: int, *, pid: int | None = None, host: str = "10.0.0.1", joins: bool = True) -> None:

@@ -6,8 +6,6 @@ Invariants: no more links and sessions than the limits allow. A link that goes o
 longer than a few milliseconds.
 """
 
-from collections import deque
-from collections.abc import Callable
 from hmac import compare_digest
 from typing import Final
 
@@ -25,78 +23,31 @@ from ..wire.values import Framed, pack, unpack
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
 from .link_server import LinkInput, ServerLink
 from .linked_session import LinkedSession
-from .passed_over import PassedOver
 from .single_link import SingleLink
-
-_CLOSING: Final = 8
-"""A session is closed in the time in which so many frames are handled."""
-
-_STEPS: Final = 4
-"""Commands that are under way and go on before other peers are served."""
-
-_LINKS: Final = 256
-"""Links written to before other peers are served."""
+from .work import LinkWork
 
 _ID_BYTES: Final = 16
 _MAX_TEXT: Final = 256
 
 
-class LinkRegistry:
+class LinkRegistry(LinkWork):
     """All links of one server."""
 
     def __init__(
         self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0, portion: int = PORTION
     ) -> None:
-        """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""
-        self.engine = engine
-        self.portion = portion
+        super().__init__(engine, grace, keep_alive, portion)
         self.instance = instance
-        self.grace = grace
-        self.keep_alive = keep_alive
         self.links: dict[bytes, ServerLink] = {}
         """By id."""
         self.places: dict[tuple[str, bytes], ServerLink] = {}
         """By the id of their token and place, for links that named one: others cannot take it."""
-        self.sessions: int = 0
-        """Of all links, but single ones."""
         self.singles: dict[bytes, SingleLink] = {}
         """Single links, by id."""
-        self.suspended: dict[SingleLink, bool] = {}
-        """Those that have no connection now."""
-        self.passed_over: int = 0
-        """How often a session was, so far."""
-        self.now: float = 0.0
-        """The time of the last `tick`, in seconds of the server's clock."""
-        self.clock: Callable[[], float] | None = None
-        """Returns the time, where a second matters."""
-        self.on_work: Callable[[], object] | None = None
-        """Called when there is work after none: have `work` called soon."""
-        self.on_link: Callable[[], object] | None = None
-        """Called when there is a link after none: have `tick` called from now on, once a second."""
-        self.on_end: Callable[[object, str], object] | None = None
-        """Called when a link that still had sessions ends, with the reason."""
-        self.on_refused: Callable[[str, int], object] | None = None
-        """Called with the host and port of a rank whose session the limit does not allow."""
-        self.on_refusal: Callable[[str, str, str], object] | None = None
-        """Called when a link, or a session on one, is refused, with the peer's host, the peer and the reason."""
-        self.on_failure: Callable[[Transport], object] | None = None
-        """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
-        self.stopping = False
-        self._scheduled = False
-        """Whether `work` will be called."""
-        self._to_end: deque[ServerLink] = deque()
-        """Links that are over and have sessions left."""
-        self._to_close: list[ServerSession] = []
-        """Connections whose links have been closed by their clients."""
-        self._to_offer: deque[PassedOver] = deque()
-        """Links that are back, and whose sessions were passed over."""
-        self._to_send: deque[ServerLink] = deque()
-        """Links with frames that belong to no batch yet."""
-        self._to_go_on: deque[LinkedSession] = deque()
-        """Sessions whose requests were held back."""
-        self._to_step: deque[SingleLink] = deque()
-        """Those without a connection whose command is under way."""
-        engine.open_link = self.open
+        self.attaching: dict[ServerSession, SingleLink] = {}
+        """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
+        engine.register("link", lambda store: self.open)
+        engine.register("taken", lambda store: _taken)
 
     # LINK
 
@@ -109,7 +60,7 @@ class LinkRegistry:
         if isinstance(carrier.owner, LinkedSession):
             return self._reply(LINK_REFUSED, 0, "this is a connection to a relay; connect to its server instead")
         owner = carrier.owner
-        if carrier in self.engine.attaching or (isinstance(owner, Transport) and owner.single is not None):
+        if carrier in self.attaching or (isinstance(owner, Transport) and owner.single is not None):
             return self._reply(LINK_REFUSED, 0, "this connection already has a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
             return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
@@ -132,10 +83,8 @@ class LinkRegistry:
                 return self._reply(LINK_REFUSED, 0, refusal)
         if said.get(b"single"):
             return self._open_single(carrier, single, said, attempt)
-        if carrier.engine.store is not None:
-            reason = (
-                f"this connection is in {carrier.engine.store}; connect to the server's own port, and enter that store"
-            )
+        if carrier.engine is not self.engine:
+            reason = f"this connection is in {carrier.engine}; connect to the server's own port, and enter that store"
             return self._reply(LINK_REFUSED, 0, reason)
         if said.get(b"instance"):
             return self._resume(carrier, link, said, attempt)
@@ -163,7 +112,7 @@ class LinkRegistry:
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
 
-    def _same_access(self, carrier: ServerSession, known: "ServerLink | SingleLink") -> bool:
+    def _same_access(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
         """Return whether a connection has authenticated as the one did that made the link."""
         granted = self.engine.granted
         if isinstance(known, SingleLink):
@@ -173,26 +122,25 @@ class LinkRegistry:
         return was == (carrier in granted) and access == granted.get(carrier)
 
     def make_way(self, session: ServerSession) -> None:
-        """End the sessions of a new one's token that have been without a connection for longest, if there are too many.
-
-        One that resumes is not new: its token is known before that is, so it is admitted whatever is suspended.
-        """
         usage = self.engine.usage_of(session)
         if usage is None:
             return
         while usage.suspended and 0 < usage.max_sessions < len(usage.sessions):
             oldest = next(iter(usage.suspended))
-            oldest.end(f"a new session has taken its place (token {usage.identity} allows {usage.max_sessions})")
+            self.singles[oldest].end(
+                f"a new session has taken its place (token {usage.identity} allows {usage.max_sessions})"
+            )
         session.engine.activate()
 
-    def refuse(self, host: str, peer: str, reason: str) -> None:
-        """Report that something was refused to a peer."""
-        if self.on_refusal is not None:
-            self.on_refusal(host, peer, reason)
+    def forget_link(self, identity: bytes) -> None:
+        link = self.links.pop(identity)
+        if self.places.get(link.seat) is link:
+            del self.places[link.seat]
 
-    def _resume(
-        self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes], attempt: int
-    ) -> bytes:
+    def forget_single(self, identity: bytes) -> None:
+        del self.singles[identity]
+
+    def _resume(self, carrier: ServerSession, link: ServerLink | None, said: dict[bytes, bytes], attempt: int) -> bytes:
         taken, told = _number(said, b"taken"), _number(said, b"told")
         if link is None:
             return self._reply(UNKNOWN, 0)
@@ -232,7 +180,7 @@ class LinkRegistry:
             self.singles[link.identity] = link
         link.attempt = attempt
         status = RESUMED if said.get(b"instance") else NEW
-        engine.attaching[carrier] = link
+        self.attaching[carrier] = link
         engine.pending_flush.append(carrier)
         return self._reply(status, link.received)
 
@@ -240,111 +188,18 @@ class LinkRegistry:
         reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
         return pack(msgspec.json.encode(reply))
 
-    # Work
-
-    def send_later(self, link: "ServerLink") -> None:
-        """Close the link's batch soon."""
-        self._to_send.append(link)
-        self._schedule()
-
-    def offer_later(self, passed: PassedOver) -> None:
-        """Offer a link's sessions soon what they were passed over for."""
-        self._to_offer.append(passed)
-        self._schedule()
-
-    def end_later(self, link: "ServerLink") -> None:
-        """End the sessions of a link soon."""
-        self._to_end.append(link)
-        self._schedule()
-
-    def close_later(self, carrier: ServerSession) -> None:
-        """Close a connection soon."""
-        self._to_close.append(carrier)
-        self._schedule()
-
-    def go_on_later(self, linked: "LinkedSession") -> None:
-        """Go on soon with requests that a session holds back."""
-        if not linked.queued:
-            linked.queued = True
-            self._to_go_on.append(linked)
-            self._schedule()
-
-    def step_later(self, link: SingleLink) -> None:
-        """Go on soon with a command that is under way."""
-        self._to_step.append(link)
-        self._schedule()
-
-    def expect_ticks(self) -> None:
-        """Have `tick` called: a link has no connection."""
-        if self.on_link is not None:
-            self.on_link()
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            if self.on_work is not None:
-                self.on_work()
-
-    def work(self) -> bool:
-        """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
-
-        Sessions that this gave output to are in `Engine.pending_flush`.
-        """
-        while self._to_close:
-            owner = self._to_close.pop().owner
-            if isinstance(owner, Transport):
-                owner.close()
-        if self._to_end and self._to_end[0].close_some(max(1, self.portion // _CLOSING)):
-            self._to_end.popleft()
-        if self._to_offer and self._to_offer[0].offer_some(self.portion):
-            self._to_offer.popleft()
-        self._go_on()
-        for _ in range(min(len(self._to_step), _STEPS)):
-            self._to_step.popleft().step()
-        spent = 0
-        for _ in range(min(len(self._to_send), _LINKS)):
-            if spent >= self.portion:
-                break
-            link = self._to_send.popleft()
-            link.noted = False
-            spent += link.send()
-        self._scheduled = bool(
-            self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_step or self._to_send
-        )
-        return self._scheduled
-
-    def _go_on(self) -> None:
-        """Go on with requests that some sessions hold back, those first that have waited longest."""
-        spent = 0
-        for _ in range(len(self._to_go_on)):
-            if spent >= self.portion:
-                break
-            linked = self._to_go_on.popleft()
-            linked.queued = False
-            spent += linked.go_on()
-
-    def time(self) -> float:
-        """Return the time, in seconds of the server's clock."""
-        return self.now if self.clock is None else self.clock()
-
-    def fail(self, transport: Transport) -> None:
-        """Close a session after an exception that is no peer's fault. To be called in its handler."""
-        if self.on_failure is None:
-            raise
-        self.on_failure(transport)
-
     def tick(self, now: float) -> bool:
         """Acknowledge, keep alive, and end what is overdue. Returns whether there are links."""
         self.now = now
         for link in list(self.links.values()):
             link.tick(now)
-        for single in list(self.suspended):
-            single.tick(now)
+        for identity in list(self.suspended):
+            self.singles[identity].tick(now)
         return len(self.links) + len(self.suspended) > 0
 
     def all_sessions(self) -> list[ServerSession]:
         linked = [linked.session for link in self.links.values() for linked in link.sessions.values()]
-        return linked + [single.session for single in self.suspended]
+        return linked + [self.singles[identity].session for identity in self.suspended]
 
     def clients(self, connections: int) -> int:
         """Return how many clients there are, given the number of connections: ranks on links, but not the links.
@@ -375,13 +230,20 @@ class LinkRegistry:
         self._end_suspended()
         for link in list(self.links.values()):
             link.say_end()
-        while self._to_end:
-            if self._to_end[0].close_some(self.portion):
-                self._to_end.popleft()
+        self.end_all()
 
     def _end_suspended(self) -> None:
-        for single in list(self.suspended):
-            single.end("")
+        for identity in list(self.suspended):
+            self.singles[identity].end("")
+
+
+def _taken(session: ServerSession, count: int) -> None:
+    """Execute TAKEN: acknowledge the replies on a single link; see `docs/links.md`."""
+    owner = session.owner
+    link = owner.single if isinstance(owner, Transport) else None
+    if not isinstance(link, SingleLink):
+        raise ProtocolError("TAKEN on a connection that is not a single link")
+    link.acknowledge(count)
 
 
 def _number(said: dict[bytes, bytes], name: bytes) -> int:

@@ -10,7 +10,7 @@ the session's whose it is or as the link's own.
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..auth.access import Access
 from ..base.addresses import format_address, is_loopback
@@ -34,12 +34,8 @@ from ..wire.link import (
     U16,
     U32,
 )
-from .link import Link
-from .linked_session import LinkedSession
-from .passed_over import PassedOver
-
-if TYPE_CHECKING:
-    from .link_registry import LinkRegistry
+from .linked_session import LinkedSession, SharedLink
+from .work import LinkWork
 
 LINK_BYTES: Final = 3 * SESSION_BYTES
 """Bytes counted for a link without sessions."""
@@ -106,12 +102,11 @@ class _LinkMemory(Holder):
         self.link.end(str(error))
 
 
-class ServerLink(Link):
+class ServerLink(SharedLink):
     """The server's end of one link."""
 
-    def __init__(self, registry: "LinkRegistry", identity: bytes, secret: bytes, place: bytes) -> None:
-        super().__init__()
-        self.registry = registry
+    def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, place: bytes) -> None:
+        super().__init__(registry)
         self.identity = identity
         self.secret = secret
         self.place = place
@@ -124,23 +119,11 @@ class ServerLink(Link):
         """What the connection, and with it its sessions, may do, if it has; None for everything."""
         self.attempt: int = 0
         """Of the LINKs for this link, the highest number; 0 if they have none."""
-        self.carrier: ServerSession | None = None
-        """The session of the connection, if there is one."""
-        self.sessions: dict[int, LinkedSession] = {}
-        """By number."""
-        self.over = False
-        """Whether it has ended, though some of its sessions may still have to be closed."""
         self.noted = False
         """Whether the registry will close the next batch."""
-        self.host: str = ""
-        """Of the connection, the last one if there is none."""
-        self.attached_at: float = 0.0
-        """Since when there is a connection, in seconds of the server's clock."""
         self._last_opened: int = 0
         self._waiting: deque[LinkedSession] = deque()
         """Sessions with replies that did not fit; in rotation each sends a piece."""
-        self.passed = PassedOver(registry)
-        """Queues for which its sessions were passed over while there was no connection."""
         self._taking = False
         self._heard: float = registry.now
         self._sent: float = registry.now
@@ -205,16 +188,14 @@ class ServerLink(Link):
         self.over = True
         self.drop_carrier(ProtocolError("its link has ended"))
         registry = self.registry
-        del registry.links[self.identity]
-        if registry.places.get(self.seat) is self:
-            del registry.places[self.seat]
+        registry.forget_link(self.identity)
         registry.engine.budget.forget(self._memory, LINK_BYTES)
         self.forget()
         self._waiting.clear()
         if self.sessions:
             if registry.on_end is not None:
                 registry.on_end(self, reason)
-            registry.end_later(self)
+            registry.end_later(self.close_some)
 
     def close_some(self, most: int) -> bool:
         """Close sessions of a link that is over, at most so many. Returns whether that is done."""
@@ -305,7 +286,7 @@ class ServerLink(Link):
             linked.session.grant_access(self.access)
             registry.make_way(linked.session)
         if self.over:  # the session was one too many for the budget
-            registry.end_later(self)
+            registry.end_later(self.close_some)
 
     def _describe(self, session: int, payload: bytes) -> None:
         if session > self._last_opened or not session or len(payload) > DESCRIPTION_BYTES:
@@ -350,7 +331,11 @@ class ServerLink(Link):
         """Have the frames sent that were added outside of `take_some`."""
         if not self.noted and not self._taking and not self.over:
             self.noted = True
-            self.registry.send_later(self)
+            self.registry.send_later(self._send_noted)
+
+    def _send_noted(self) -> int:
+        self.noted = False
+        return self.send()
 
     def send(self) -> int:
         """Put what was added into the output of the connection's session. Return how many sessions had waited."""
@@ -392,14 +377,14 @@ class ServerLink(Link):
                 except BudgetError as error:
                     memory.evict(error)
 
-    def wait(self, linked: "LinkedSession") -> None:
+    def wait(self, linked: LinkedSession) -> None:
         """Let a session send what did not fit, when there is credit and space, after the others that wait."""
         if not linked.waiting:
             linked.waiting = True
             if linked.credit > 0:
                 self._wait(linked)
 
-    def _wait(self, linked: "LinkedSession") -> None:
+    def _wait(self, linked: LinkedSession) -> None:
         if not linked.in_turn:
             linked.in_turn = True
             self._waiting.append(linked)

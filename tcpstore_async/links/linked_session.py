@@ -8,10 +8,10 @@ read, concerns no other.
 """
 
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..base.errors import PeerError, ProtocolError
-from ..session.server import NO_COMMANDS, Engine, Transport
+from ..session.server import NO_COMMANDS, Engine, ServerSession, Transport
 from ..session.unsent import first_bytes
 from ..wire.link import (
     CLOSE,
@@ -24,18 +24,46 @@ from ..wire.link import (
     VALUE_CREDIT_BYTES,
 )
 from ..wire.values import length
-
-if TYPE_CHECKING:
-    from .link_server import ServerLink
+from .link import Link
+from .passed_over import PassedOver
+from .work import LinkWork
 
 _STEP_COST: Final = 250
 """What a step of a long command costs, compared with a frame."""
 
 
+class SharedLink(Link):
+    """The server's end of a link, as the sessions on it know it."""
+
+    def __init__(self, registry: LinkWork) -> None:
+        super().__init__()
+        self.registry = registry
+        self.carrier: ServerSession | None = None
+        """The session of the connection, if there is one."""
+        self.host: str = ""
+        """Of the connection, the last one if there is none."""
+        self.attached_at: float = 0.0
+        """Since when there is a connection, in seconds of the server's clock."""
+        self.sessions: dict[int, LinkedSession] = {}
+        """By number."""
+        self.over = False
+        """Whether it has ended, though some of its sessions may still have to be closed."""
+        self.passed = PassedOver(registry)
+        """Queues for which its sessions were passed over while there was no connection."""
+
+    def note(self) -> None:
+        """Have the frames sent soon that were added."""
+        raise NotImplementedError
+
+    def wait(self, linked: "LinkedSession") -> None:
+        """Let a session send what did not fit, when there is credit and space, after the others that wait."""
+        raise NotImplementedError
+
+
 class LinkedSession(Transport):
     """Moves the bytes of one session on a link, as far as there is credit for them."""
 
-    def __init__(self, engine: Engine, link: "ServerLink", number: int, host: str, port: int, now: float) -> None:
+    def __init__(self, engine: Engine, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
         self.credit: int = REPLY_CREDIT_BYTES
@@ -49,7 +77,7 @@ class LinkedSession(Transport):
         self.in_turn = False
         """Whether the link will have it send a piece: if it waits, and has credit."""
         self.queued = False
-        """Whether the registry will have it go on."""
+        """Whether its link's registry will have it go on."""
         self.ended = False
         """Whether the rank sends no more."""
         self.closed = False
@@ -85,8 +113,15 @@ class LinkedSession(Transport):
         except Exception:
             self.link.registry.fail(self)
 
+    def go_on_later(self) -> None:
+        """Go on soon with requests that are held back."""
+        if not self.queued:
+            self.queued = True
+            self.link.registry.go_on_later(self.go_on)
+
     def go_on(self) -> int:
         """Execute what was held back. Returns what that cost, compared with a frame."""
+        self.queued = False
         session = self.session
         if self.closed or not session.stalled() or session.table is NO_COMMANDS:
             return 1
@@ -110,7 +145,7 @@ class LinkedSession(Transport):
         if not session.stalled():
             self._settle()
         elif session.incremental is not None or session.unsent <= session.engine.limits.unsent_high_water:
-            self.link.registry.go_on_later(self)
+            self.go_on_later()
 
     def _fail(self, error: PeerError) -> None:
         """Send the replies to earlier requests, let go of everything, and have the session closed."""
@@ -213,7 +248,7 @@ class LinkedSession(Transport):
         session.backlog = None
         self.waiting = False
         if session.stalled():
-            self.link.registry.go_on_later(self)
+            self.go_on_later()
         else:
             self._settle()
         return False

@@ -4,11 +4,10 @@ Invariant: no item is offered to a session that nobody may come back for, and no
 """
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from ..session.server import Engine
-    from .link_registry import LinkRegistry
+from ..session.server import Engine
+from .work import LinkWork
 
 _PASSED_SHIFT: Final = 4
 """Sixteen sessions are passed over in the time in which one is offered an item."""
@@ -17,14 +16,14 @@ _PASSED_SHIFT: Final = 4
 class PassedOver:
     """The queues of one link."""
 
-    def __init__(self, registry: "LinkRegistry") -> None:
+    def __init__(self, registry: LinkWork) -> None:
         self.registry = registry
         self.connected = False
         """Whether the link has a connection."""
         self.queues: dict[tuple[Engine, bytes], None] = {}
         """Each with the engine of its store."""
 
-    def pass_over(self, engine: "Engine", queue: bytes) -> bool:
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
         """Return whether no item of a queue must be offered to a session now; see `Waiter.pass_over`."""
         if self.connected:
             return False
@@ -36,7 +35,7 @@ class PassedOver:
         """There is a connection: offer soon what was not offered."""
         self.connected = True
         if self.queues:
-            self.registry.offer_later(self)
+            self.registry.offer_later(self.offer_some)
 
     def offer_some(self, most: int) -> bool:
         """Offer items, at most so many. Returns whether that is done.

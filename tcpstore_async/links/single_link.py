@@ -9,17 +9,15 @@ that are under way go on.
 """
 
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..session.budget import SESSION_BYTES, Holder
-from ..session.server import Engine, ServerSession, Transport
+from ..session.server import Engine, Keeper, ServerSession, Transport
 from ..session.unsent import Unsent
 from ..wire.values import Framed, length
 from .passed_over import PassedOver
-
-if TYPE_CHECKING:
-    from .link_registry import LinkRegistry
+from .work import LinkWork
 
 SINGLE_BYTES: Final = SESSION_BYTES
 """Bytes counted for a single link, besides its session and what it keeps."""
@@ -51,10 +49,10 @@ class _Kept(Holder):
         self.session.evict(error)
 
 
-class SingleLink(Transport):
+class SingleLink(Keeper):
     """Keeps a session's replies until they are acknowledged, and stands for its connection while that is broken."""
 
-    def __init__(self, registry: "LinkRegistry", identity: bytes, secret: bytes, session: ServerSession) -> None:
+    def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, session: ServerSession) -> None:
         self.registry = registry
         self.identity = identity
         self.secret = secret
@@ -115,7 +113,7 @@ class SingleLink(Transport):
             session.owner = old
             self._forget_unsent()
             session.evict(ProtocolError("its session continues on another connection"))
-        self.registry.suspended.pop(self, None)
+        self.registry.suspended.pop(self.identity, None)
         mine.host = session.host
         mine.port = session.port
         mine.owner = carrier
@@ -135,7 +133,7 @@ class SingleLink(Transport):
         self._forget_unsent()
         registry = self.registry
         self._lost = registry.time()
-        registry.suspended[self] = True
+        registry.suspended[self.identity] = True
         self._count_suspended(True)
         if session in registry.engine.evicted or registry.stopping:
             self.end("")
@@ -149,9 +147,9 @@ class SingleLink(Transport):
         if usage is None:
             return
         if suspended:
-            usage.suspended[self] = None
+            usage.suspended[self.identity] = None
         else:
-            usage.suspended.pop(self, None)
+            usage.suspended.pop(self.identity, None)
 
     def _forget_unsent(self) -> None:
         """The bytes that no kernel will accept any more are among those that are kept."""
@@ -224,7 +222,7 @@ class SingleLink(Transport):
         """Go on with the command that is under way, for which others may wait."""
         if self.session.incremental is not None and not self._stepping:
             self._stepping = True
-            self.registry.step_later(self)
+            self.registry.step_later(self.step)
 
     def step(self) -> None:
         session = self.session
@@ -263,9 +261,9 @@ class SingleLink(Transport):
         if self.carrier is not None:
             self.carrier.single = None
         registry = self.registry
-        registry.suspended.pop(self, None)
+        registry.suspended.pop(self.identity, None)
         self._count_suspended(False)
-        del registry.singles[self.identity]
+        registry.forget_single(self.identity)
         registry.engine.budget.forget(self._kept, SINGLE_BYTES)
 
     def end(self, reason: str) -> None:

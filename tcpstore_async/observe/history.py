@@ -11,16 +11,16 @@ more. A session that has left and is named by what is remembered is counted, too
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
 from ..keyspace.steps import DeferredWork, FreeDict
+from ..session.budget import Holder
+from ..session.observer import NEVER, Observer
+from ..session.server import Engine, ServerSession
 from ..wire.codecs import Handler
 from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
 from ..wire.values import Framed
-
-if TYPE_CHECKING:
-    from ..session.server import Engine, ServerSession
 
 GROUP_BARRIER: Final = b"store_based_barrier_key:"
 """Part of the counter of PyTorch's barrier of a process group."""
@@ -30,9 +30,6 @@ GROUP_BARRIER_LAST: Final = b":last_worker"
 
 COLLECTIVE_LAST: Final = b"/last_members"
 """Suffix of the key that opens a barrier of `StoreCollectives`, ours or PyTorch's."""
-
-NEVER: Final = -1.0
-"""When a session was last heard, if it never was, has left, or the engine is not observed."""
 
 MOST_BYTES: Final = 256 * 1024 * 1024
 _SHARE: Final = 32
@@ -110,18 +107,17 @@ _NOTHING: Final = Write(b"", NEVER)
 """In place of a write: no session has written it."""
 
 
-class History:
+class History(Observer):
     """What is remembered of the sessions of one engine."""
 
-    def __init__(self, engine: "Engine", most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
+    def __init__(self, engine: Engine, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
         """`most_bytes` may be counted for it in the budget, and no more than its share.
 
         Serial numbers of sessions begin after `last_serial`.
         """
+        super().__init__()
         self.engine = engine
         self.keyspace = engine.keyspace
-        self.now: float = 0.0
-        """The time, in seconds of the server's clock: set it a few times a second."""
         self.held: int = 0
         """Bytes counted for all of it."""
         self.barriers: dict[bytes, Barrier] = {}
@@ -151,9 +147,9 @@ class History:
 
     # Called by sessions
 
-    def leaves(self, session: "ServerSession") -> None:
+    def leaves(self, session: Holder) -> None:
         """Keep a session that is about to leave, if it is named anywhere."""
-        if session.heard_at == NEVER:
+        if not isinstance(session, ServerSession) or session.heard_at == NEVER:
             return
         session.heard_at = NEVER
         if session.joined is not None:
@@ -164,7 +160,7 @@ class History:
             self._grow(_DEPARTED_BYTES + session.introduction_bytes())
             self._young_departed.append(session)
 
-    def take_apart(self) -> "tuple[list[dict[bytes, Write]], list[list[ServerSession]]]":
+    def take_apart(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
         """Forget everything, as the store has ended; return what may be long, to be freed in portions.
 
         A session is named here, and its last command refers to what names it. Nothing else breaks that cycle.
@@ -183,27 +179,30 @@ class History:
         write = self._young.get(key)
         return self._old.get(key) if write is None else write
 
-    def serial(self, session: "ServerSession") -> int:
+    def serial(self, session: ServerSession) -> int:
         """Return the serial number of a session, which no other one of this engine ever has."""
         if session.serial == 0:
             self._last_serial += 1
             session.serial = self._last_serial
         return session.serial
 
-    def departed(self) -> "list[ServerSession]":
+    def departed(self) -> list[ServerSession]:
         """Return the sessions that have left and may be named. `heard_at` is NEVER for them."""
         return self._old_departed + self._young_departed
 
-    def sessions(self, portion: int) -> "Iterator[list[ServerSession]]":
+    def sessions(self, portion: int) -> Iterator[list[ServerSession]]:
         """Yield portions of the sessions that are connected and have been heard, then of those that have left."""
         holders = list(self.engine.budget.holders)
         for at in range(0, len(holders), portion):
-            yield self.engine.heard(holders[at : at + portion])
+            yield [one for one in holders[at : at + portion] if isinstance(one, ServerSession) and self._knows(one)]
         departed = self.departed()
         for at in range(0, len(departed), portion):
             yield departed[at : at + portion]
 
-    def members(self, counter: bytes, found: "list[ServerSession]", portion: int) -> Iterator[None]:
+    def _knows(self, session: ServerSession) -> bool:
+        return session.engine is self.engine and session.heard_at != NEVER
+
+    def members(self, counter: bytes, found: list[ServerSession], portion: int) -> Iterator[None]:
         """Append to `found` those who have come to a barrier or joined, looking at so many sessions in each step."""
         barrier = self.barriers.get(counter)
         noted: set[int] = set() if barrier is None else barrier.members
@@ -436,7 +435,7 @@ class History:
             self._count(size)
         return barrier
 
-    def _enter(self, barrier: Barrier | None, session: "ServerSession") -> None:
+    def _enter(self, barrier: Barrier | None, session: ServerSession) -> None:
         """Note that a session has come to a barrier."""
         if barrier is None or self._in_barriers + _MEMBER_BYTES > self._most_in_barriers:
             return
@@ -469,6 +468,12 @@ class History:
         write = self._young.get(counter)
         if write is not None:
             write.barrier = None
+
+
+def history_of(engine: Engine) -> History | None:
+    """Return what is remembered of the sessions of an engine, if it is observed."""
+    observer = engine.observer
+    return observer if isinstance(observer, History) else None
 
 
 class _ForgetBarriers(DeferredWork):

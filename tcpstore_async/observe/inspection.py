@@ -16,10 +16,11 @@ from ..keyspace.keyspace import Keyspace
 from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, Counter, SharedWait
 from ..links.link_server import LinkInput
 from ..links.linked_session import LinkedSession
-from ..session.named_stores import NamedStore
+from ..session.named_stores import NamedStore, NamedStores
+from ..session.observer import NEVER
 from ..session.server import NO_PID, Engine, ServerSession
 from ..wire.values import read_length
-from .history import NEVER, History
+from .history import History, history_of
 
 PORTION: Final = 50
 """Sessions, or keys, of one portion: a tenth of a millisecond, compiled, which is a fraction of a busy loop's turn."""
@@ -42,11 +43,14 @@ Fact = dict[str, Any]
 class Inspection:
     """One look at an engine, that of one store of a server, and its history."""
 
-    def __init__(self, engine: Engine, history: History, now: float, everyone: bool = False) -> None:
-        """`now` is the time of the server's clock, to which ages refer.
+    def __init__(
+        self, engine: Engine, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
+    ) -> None:
+        """`now` is the time of the server's clock, to which ages refer; `named` are its stores with names.
 
         With `everyone`, sessions are those of all stores of the server.
         """
+        self.named = named
         self.everyone = everyone
         self.engine = engine
         self.history = history
@@ -93,7 +97,7 @@ class Inspection:
 
     def stores(self) -> Iterator[Fact]:
         """Yield the stores with names, those included that have ended and that sessions are still in, in portions."""
-        named = self.engine.root.named
+        named = self.named
         found: list[Fact] = []
         if named is not None:
             for store in [*named.stores.values(), *named.ending]:
@@ -109,7 +113,7 @@ class Inspection:
 
         Whatever comes and goes, a store that is among the oldest stays there until it ends.
         """
-        named = self.engine.root.named
+        named = self.named
         stores = [] if named is None else list(named.stores.values())
         others: Fact = dict.fromkeys(("stores", *_SUMMED), 0)
         for number, store in enumerate(stores[most:], 1):
@@ -122,7 +126,6 @@ class Inspection:
         yield {"oldest": [self._store(store) for store in stores[:most]], "others": others}
 
     def _store(self, store: NamedStore) -> Fact:
-        engine = store.engine
         return {
             "name": store.name,
             "host": store.host,
@@ -130,11 +133,11 @@ class Inspection:
             "attempt": store.attempt,
             "age": self._age(store.since),
             "joined": store.joined(),
-            "expected": engine.joins,
+            "expected": store.joins,
             "sessions": len(store.sessions),
-            "keys": len(engine.keyspace.values),
-            "bytes": engine.keyspace.size,
-            "ended": store.over,
+            "keys": len(store.keyspace.values),
+            "bytes": store.keyspace.size,
+            "ended": store.ended,
             "port": store.port,
         }
 
@@ -219,7 +222,7 @@ class Inspection:
 
     def _session(self, session: ServerSession, groups: list[Fact]) -> Fact:
         heard = session.heard_at != NEVER
-        history = session.engine.history
+        history = history_of(session.engine)
         fact: Fact = {
             "id": history.serial(session) if heard and history is not None else 0,
             "host": session.host,
@@ -236,9 +239,8 @@ class Inspection:
             fact["pid"] = session.pid
         if session.peer:
             fact["peer"] = session.peer
-        store = session.engine.store
-        if store is not None:
-            fact["store"] = store.name
+        if session.engine.name:
+            fact["store"] = session.engine.name
         owner = session.owner
         if isinstance(owner, LinkedSession):
             fact["link"] = str(owner.link.host)

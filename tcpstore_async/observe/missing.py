@@ -10,7 +10,7 @@ and one thorough search runs at a time, so what it costs does not grow with the 
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..auth.access import Access
 from ..base.errors import ProtocolError
@@ -18,14 +18,13 @@ from ..base.keys import describe_wait, readable
 from ..keyspace.keyspace import Keyspace
 from ..keyspace.steps import IncrementalCommand
 from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
+from ..session.observer import NEVER
+from ..session.server import Engine, ServerSession
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
-from .history import NEVER, History, counter_of
+from .history import History, counter_of, history_of
 from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
 from .similar_keys import Family, Search, family_of
-
-if TYPE_CHECKING:
-    from ..session.server import Engine, ServerSession
 
 MOST_ASKED: Final = 1000
 """Keys of one question."""
@@ -78,10 +77,15 @@ _MISSING: Final = "MISSING"
 Items = list[tuple[bytes, Framed]]
 
 
+def answer_missing(engine: Engine) -> None:
+    """Have MISSING answered in all stores of a server."""
+    engine.register("missing", lambda store: Questions(store).ask)
+
+
 class Questions:
     """The questions of one engine that are being answered, and those that have just been."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.searching: Question | None = None
         """The one that is searched for thoroughly."""
@@ -91,7 +95,7 @@ class Questions:
         self._changes: int = -1
         self._now: float = -1.0
 
-    def ask(self, session: "ServerSession", items: Items) -> Framed | None:
+    def ask(self, session: ServerSession, items: Items) -> Framed | None:
         """Return the answer if it takes one step, or None if the session has to go on with the command.
 
         Raises ProtocolError for more keys than one may ask for, and for an expected number that is none.
@@ -104,7 +108,7 @@ class Questions:
                 _number(expected)
             size += len(key)
         engine = self.engine
-        now = -1.0 if engine.history is None else engine.history.now
+        now = -1.0 if engine.observer is None else engine.observer.now
         if engine.keyspace.changes != self._changes or now != self._now or len(self._known) >= _KEPT:
             self._changes, self._now = engine.keyspace.changes, now
             self._known = {key: known for key, known in self._known.items() if not known.done}
@@ -163,7 +167,7 @@ class Question:
         self.answer: Framed = b""
         self._questions = questions
         self._keyspace: Keyspace = questions.engine.keyspace
-        self._history: History | None = questions.engine.history
+        self._history: History | None = history_of(questions.engine)
         self._access = access
         self._keys: list[bytes] = []
         self._counter = b""
@@ -425,7 +429,7 @@ class _WhoIsMissing:
             since = None if one.heard_at == NEVER else _age(self._history, one.heard_at)
             self.elsewhere.append(Elsewhere(who_is(one), _does(one, self._tells), since))
 
-    def _process(self, session: "ServerSession") -> tuple[object, ...]:
+    def _process(self, session: ServerSession) -> tuple[object, ...]:
         """Return what tells processes apart, as far as it is known."""
         if session.pid < 0:
             return (self._history.serial(session),)
@@ -437,7 +441,7 @@ def rank_of(peer: dict[str, str]) -> int | None:
     return _number_said(peer.get("rank", ""))
 
 
-def _world_size(session: "ServerSession") -> int:
+def _world_size(session: ServerSession) -> int:
     """Return the number of ranks that a client has named; 0 if it has named none."""
     return _number_said(session.peer.get("world_size", "")) or 0
 
@@ -446,13 +450,13 @@ def _number_said(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def who_is(session: "ServerSession") -> Who:
+def who_is(session: ServerSession) -> Who:
     """Return what is known of a session's process."""
     pid = session.pid
     return Who(session.peer.get("host") or session.host, rank_of(session.peer), None if pid < 0 else pid)
 
 
-def _tells_more(one: "ServerSession", other: "ServerSession") -> bool:
+def _tells_more(one: ServerSession, other: ServerSession) -> bool:
     """Return whether a session says more of what its rank does: it waits, for longest, or has sent something last."""
     waits, waited = _waits(one), _waits(other)
     if waits != waited:
@@ -460,11 +464,11 @@ def _tells_more(one: "ServerSession", other: "ServerSession") -> bool:
     return one.heard_at < other.heard_at if waits else one.heard_at > other.heard_at
 
 
-def _waits(session: "ServerSession") -> bool:
+def _waits(session: ServerSession) -> bool:
     return session.heard_at != NEVER and session.state != IDLE
 
 
-def _does(session: "ServerSession", tells: bool) -> str:
+def _does(session: ServerSession, tells: bool) -> str:
     if session.heard_at == NEVER:
         return "has left"
     if session.state == IDLE and session.slot.command.name == _MISSING:

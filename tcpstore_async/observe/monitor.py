@@ -8,17 +8,15 @@ asked for. A command is noted when it is complete, before it is executed.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..base.keys import readable
 from ..keyspace.waiter_types import KeyList
+from ..session.server import ServerSession
 from ..wire.codecs import Fields
 from ..wire.commands import Command
 from ..wire.values import PREFIX
 from .statistics import shown
-
-if TYPE_CHECKING:
-    from ..session.server import ServerSession
 
 MOST_SAMPLES: Final = 2000
 """Samples that are held until they are taken."""
@@ -59,10 +57,9 @@ class Monitor:
         self._samples = []
         return samples
 
-    def note(self, command: Command, fields: Fields, session: "ServerSession | None") -> None:
+    def note(self, command: Command, fields: Fields, session: ServerSession | None) -> None:
         """Note a command that a session sends, with the fields that its method gets."""
-        named = None if session is None else session.engine.store
-        store = None if named is None else named.name
+        store = None if session is None else session.engine.name or None
         if self.store is not None and store != self.store:
             return
         self.seen += 1

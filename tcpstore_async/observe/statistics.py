@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from ..base.keys import readable
 from ..keyspace.waiter_types import IDLE, Counter, SharedWait
-from ..links.link_server import LinkInput
+from ..session.observer import NEVER
 from ..session.server import NO_PID, Engine, ServerSession
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import read_length
-from .history import NEVER
 from .inspection import Fact
 
 PORTION: Final = 400
@@ -115,7 +114,9 @@ class Statistics:
             if portion >= PORTION:
                 portion = 0
                 yield {}
-            if not isinstance(holder, ServerSession) or holder.state == IDLE or isinstance(holder.partial, LinkInput):
+            if not isinstance(holder, ServerSession) or holder.state == IDLE:
+                continue
+            if holder.partial is not None and holder.partial.endless:  # it carries a link
                 continue
             if not (self.everyone or holder.engine is self.engine):
                 continue
@@ -138,7 +139,7 @@ class Statistics:
         portion = 0
         for engine in self._engines():
             values = engine.keyspace.values
-            name = "" if engine.store is None else engine.store.name
+            name = engine.name
             for key in list(values):
                 portion += 1
                 if portion >= PORTION:
@@ -162,9 +163,9 @@ class Statistics:
         group = session.group
         registered = group.parked if isinstance(group, SharedWait) else session.parked
         keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
-        store = session.engine.store
+        name = session.engine.name
         return {
-            **({} if store is None else {"store": store.name}),
+            **({"store": name} if name else {}),
             "key": shown(_awaited(session)),
             "keys": keys,
             "command": session.slot.command.name,

@@ -27,12 +27,13 @@ import msgspec
 
 from ..base.errors import DistNetworkError
 from ..base.version import VERSION
-from ..observe.history import MOST_BYTES, History
+from ..observe.history import MOST_BYTES, History, history_of
 from ..observe.inspection import Inspection
 from ..observe.monitor import Monitor
 from ..observe.statistics import Statistics
 from ..session.identity import build
 from ..session.named_stores import NamedStore
+from ..session.server import Engine
 from . import admin_path
 from .base import Server
 from .fork_safety import close_on_fork
@@ -182,9 +183,9 @@ class Admin:
     def _observe(self, store: NamedStore) -> None:
         """Have a new store observed. The more there are, the less is remembered of each."""
         named = self.server.named
-        history = History(store.engine, MOST_BYTES // len(named.stores), named.created << _SERIAL_BITS)
+        history = History(store, MOST_BYTES // len(named.stores), named.created << _SERIAL_BITS)
         history.now = self.history.now
-        store.engine.observe(history)
+        store.observe(history)
 
     def _set_clock(self) -> None:
         self._lag.add(max(0.0, time.monotonic() - self._due))
@@ -193,8 +194,8 @@ class Admin:
     def _schedule_clock(self) -> None:
         now = self.history.now = time.monotonic()
         for store in self.server.named.stores.values():
-            if store.engine.history is not None:
-                store.engine.history.now = now
+            if store.observer is not None:
+                store.observer.now = now
         self._due = now + _CLOCK_SECONDS
         self._clock = self.server.loop.call_later(_CLOCK_SECONDS, self._set_clock)
 
@@ -259,7 +260,7 @@ class Admin:
         ended = asyncio.ensure_future(reader.read(1))
         try:
             with self.server.lock:
-                engine.watch(monitor)
+                engine.watch(monitor.note)
             await _write(writer, _encode({"server": self._about()}))
             while not ended.done() and not self._closed:  # before 3.12, wait_for may swallow a cancellation
                 await asyncio.wait([ended], timeout=_SAMPLE_SECONDS)
@@ -270,7 +271,7 @@ class Admin:
                     await _write(writer, _encode(fact))
         finally:
             with self.server.lock:
-                engine.unwatch(monitor)
+                engine.unwatch(monitor.note)
             self._monitors.discard(monitor)
             ended.cancel()
             with suppress(asyncio.CancelledError, OSError):
@@ -307,18 +308,20 @@ class Admin:
             yield {"error": request}
             return
         server = self.server
-        engine, history = server.engine, self.history
+        engine: Engine = server.engine
+        history = self.history
         with server.lock:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
                 yield {"error": _no_store(request.drop)}
                 return
             if request.store is not None:
                 store = server.named.stores.get(request.store)
-                if store is None or store.engine.history is None:
+                found = None if store is None else history_of(store)
+                if store is None or found is None:
                     yield {"error": _no_store(request.store)}
                     return
-                engine, history = store.engine, store.engine.history
-            inspection = Inspection(engine, history, time.monotonic(), request.store is None)
+                engine, history = store, found
+            inspection = Inspection(engine, history, time.monotonic(), request.store is None, server.named)
             about = {**self._about(), **inspection.summary()}
         yield {"server": about}
         statistics = Statistics(engine, inspection.now, request.store is None)

@@ -21,15 +21,15 @@ from typing import Final
 from ..auth.access import Access
 from ..base.addresses import format_address
 from ..base.errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
-from ..base.limits import DEFAULT_GRACE, LINK_GRACE, Limits
+from ..base.limits import DEFAULT_GRACE, Limits
 from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..session.budget import SESSION_BYTES
-from ..session.identity import identity
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.server import Engine, ServerSession, Transport, latecomers
 from ..session.tls import TlsError
 from .audit import AuditLog
+from .features import attach_features
 from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
@@ -79,9 +79,8 @@ class Server:
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
         self.engine: Engine = Engine(limits, session_bytes=session_bytes)
-        instance = secrets.token_hex(8)
-        self.engine.identify(identity(instance, backend))
-        self.links: LinkRegistry = LinkRegistry(self.engine, instance, LINK_GRACE)
+        features = attach_features(self.engine, secrets.token_hex(8), backend)
+        self.links: LinkRegistry = features.links
         self.links.on_work = self._schedule_links
         self.links.on_link = self._schedule_tick
         self.links.on_end = self._report_end
@@ -91,7 +90,7 @@ class Server:
         self.links.clock = time.monotonic
         self.engine.keyspace.on_work = self._schedule_work
         self.engine.keyspace.clock = time.monotonic
-        self.named: NamedStores = NamedStores(self.engine, instance)
+        self.named: NamedStores = features.named
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
         self.named.on_released = self._expect_leaving
@@ -254,7 +253,7 @@ class Server:
         The agents of the process `pid` on the host of that name know, as it is they who end the server.
         """
         with self.lock:
-            for engine in (self.engine, *(store.engine for store in self.named.stores.values())):
+            for engine in (self.engine, *self.named.stores.values()):
                 for waiter in engine.keyspace.end_rounds(why):
                     if not isinstance(waiter, ServerSession) or waiter in self.engine.evicted:
                         continue
@@ -311,7 +310,7 @@ class Server:
         try:
             pending_flush = self.engine.pending_flush
             evicted = self.engine.evicted
-            if self.engine.attaching:
+            if self.links.attaching:
                 self._attach()
             if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
                 self._flush_in_turns(pending_flush)
@@ -467,7 +466,7 @@ class Server:
 
     def _attach(self) -> None:
         """Have single links use the connections that have asked for it, now that the replies to that are sent."""
-        attaching = self.engine.attaching
+        attaching = self.links.attaching
         while attaching:
             session, link = attaching.popitem()
             connection = session.owner

@@ -48,7 +48,7 @@ class Connection(Transport):
     def __init__(
         self, server: "ThreadedServer", peer: socket.socket, host: str, port: int, store: NamedStore | None = None
     ) -> None:
-        super().__init__(server.engine if store is None else store.engine, host, port, time.monotonic())
+        super().__init__(server.engine if store is None else store, host, port, time.monotonic())
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
@@ -497,7 +497,7 @@ class ThreadedServer(base.Server):
         """Return the connection of a new peer, or None if there are too many."""
         peer.setblocking(True)
         with self.lock:
-            if (store is not None and store.over) or not self.admits(host, port):
+            if (store is not None and store.ended) or not self.admits(host, port):
                 return None
             if self.tls is None:
                 connection = Connection(self, peer, host, port, store)

@@ -59,7 +59,7 @@ class Connection(Transport):
     """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        super().__init__(server.engine if store is None else store.engine, host, port, time.monotonic())
+        super().__init__(server.engine if store is None else store, host, port, time.monotonic())
         self.server = server
         self.fd = fd
         """-1 once it is closed."""
@@ -683,7 +683,7 @@ class UvServer(base.Server):
     # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        if (store is not None and store.over) or not self.admits(host, port):
+        if (store is not None and store.ended) or not self.admits(host, port):
             os.close(fd)
             return
         os.set_blocking(fd, False)

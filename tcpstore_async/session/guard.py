@@ -7,7 +7,7 @@ Invariant: a command that is refused has changed nothing. A session without a gu
 """
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..auth.access import Access, show
 from ..base.errors import NotAllowedError
@@ -17,10 +17,7 @@ from ..keyspace.waiter_types import KeyList
 from ..wire.codecs import Fields, Handler
 from ..wire.commands import SERVER_KEY, Command
 from ..wire.values import Framed
-
-if TYPE_CHECKING:
-    from ..links.single_link import SingleLink
-    from .server import ServerSession
+from .budget import Holder
 
 _GET: Final = "get"
 
@@ -31,9 +28,9 @@ class TokenUsage(Usage):
     def __init__(self, access: Access) -> None:
         super().__init__(access.identity, access.max_keys, access.max_bytes)
         self.max_sessions = access.max_sessions
-        self.sessions: set[ServerSession] = set()
-        self.suspended: OrderedDict[SingleLink, None] = OrderedDict()
-        """Of these, those that have no connection and may come back, in the order in which they lost it."""
+        self.sessions: set[Holder] = set()
+        self.suspended: OrderedDict[bytes, None] = OrderedDict()
+        """The links of those of them that have no connection and may come back, in the order in which they lost it."""
 
     def unused(self) -> bool:
         return not (self.guards or self.sessions or self.keys or self.bytes)

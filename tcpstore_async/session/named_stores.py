@@ -21,13 +21,10 @@ import msgspec
 
 from ..base.addresses import spelled
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
-from ..keyspace.accounts import Account
 from ..keyspace.steps import DeferredWork, FreeDict, IncrementalCommand
 from ..keyspace.waiter_types import AWAITING_STORE, IDLE
-from ..observe.history import NEVER
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from ..wire.values import Framed, pack, unpack
-from .guard import TokenUsage
 from .identity import (
     CLOSED,
     ENDED,
@@ -43,6 +40,7 @@ from .identity import (
     encode_identity,
     with_store,
 )
+from .observer import NEVER
 from .server import Engine, EvictSessions, ServerSession, Transport, printable
 
 _MAX_ENTER: Final = 4096
@@ -130,11 +128,12 @@ class Entry:
         return ENTRY_BYTES + len(self.name) + ADDRESS_BYTES * len(self.addresses)
 
 
-class NamedStore:
+class NamedStore(Engine):
     """One incarnation of a name."""
 
     def __init__(self, registry: "NamedStores", entry: Entry, incarnation: str, since: float) -> None:
         root = registry.engine
+        super().__init__(root.limits, root.keyspace.portion, root=root)
         self.name = entry.name
         self.incarnation = incarnation
         self.attempt = entry.attempt
@@ -156,27 +155,16 @@ class NamedStore:
         """On which the server listens for it; 0 if it does not."""
         self.hosts: set[str] = {entry.name.rpartition(":")[0]} - {""}
         """With which the port is another name of it."""
-        self.accounts: dict[str, Account] = {}
-        """What the holders of tokens with limits have stored in it, by the token's id."""
-        self.over = ""
-        """Why it has ended; empty as long as it has not."""
+        self.ended = ""
+        """Why it has ended; empty if it has not."""
         self.released: float = NEVER
         """When its owner has ended it, on the same clock, as long as others may leave by themselves."""
-        self.engine = Engine(root.limits, root.keyspace.portion, root=root)
-        self.engine.store = self
-        self.engine.keyspace.on_work = lambda: registry.work_later(self)
-        self.engine.keyspace.clock = registry.clock
-        self.engine.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
+        self.keyspace.on_work = lambda: registry.work_later(self)
+        self.keyspace.clock = registry.clock
+        self.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
 
     def __str__(self) -> str:
         return f"the store {spelled(self.name)!r}"
-
-    def account(self, usage: TokenUsage) -> Account:
-        """Return what the holders of a token have stored in it."""
-        account = self.accounts.get(usage.identity)
-        if account is None or account.usage is not usage:  # the token was forgotten, as there was nothing to count
-            account = self.accounts[usage.identity] = Account(usage)
-        return account
 
     def bytes(self) -> int:
         """Return what is counted for it, besides what is in it."""
@@ -189,7 +177,7 @@ class NamedStore:
 
     def joined(self) -> int:
         """Return how many ranks have joined it."""
-        count = self.engine.keyspace.values.get(WORKERS_KEY)
+        count = self.keyspace.values.get(WORKERS_KEY)
         return count if isinstance(count, int) else 0
 
     def own(self, session: ServerSession, owner: str) -> None:
@@ -206,7 +194,7 @@ class NamedStore:
         self._connected.clear()
         self.owners.clear()
 
-    def came_back(self, session: ServerSession) -> None:
+    def reconnected(self, session: ServerSession) -> None:
         """Note that a session has a connection again."""
         if session in self.owners:
             self._connected[session] = None
@@ -232,7 +220,7 @@ class NamedStore:
         return not self._connected
 
     def error(self) -> StoreEnded:
-        return StoreEnded(f"{self} ended: {self.over}")
+        return StoreEnded(f"{self} ended: {self.ended}")
 
 
 class NamedStores:
@@ -280,7 +268,10 @@ class NamedStores:
         """Has the server listen for a store; returns the port, or why there is none."""
         self.close_port: Callable[[NamedStore], object] | None = None
         """Called when a store ends that has a port."""
-        engine.named = self
+        engine.on_leave = self.leave
+        engine.on_return = self.came_back
+        engine.register("enter", lambda store: self.enter)
+        engine.register("end_store", lambda store: self.release)
 
     # Commands
 
@@ -291,7 +282,7 @@ class NamedStores:
         """
         engine = self.engine
         if session.engine is not engine:
-            raise ProtocolError(f"ENTER from a connection in {session.engine.store}")
+            raise ProtocolError(f"ENTER from a connection in {session.engine}")
         if session.state != IDLE or session.parked or self._stays(session):
             raise ProtocolError(f"ENTER from {_STAYING}")
         entry = Entry(session, items)
@@ -351,17 +342,17 @@ class NamedStores:
 
         Returns how many sessions are in it that are none of the owner's.
         """
-        store = session.engine.store
-        if store is None or session not in store.owners:
+        store = session.engine
+        if not isinstance(store, NamedStore) or session not in store.owners:
             raise ProtocolError("END_STORE from a connection that owns no store")
         mine = store.owners[session]
         for one in [one for one, owner in store.owners.items() if owner == mine]:
             store.disown(one)
             store.sessions[one] = False
-            session.engine.keyspace.depart(one)
+            store.keyspace.depart(one)
         store.ids.discard(mine)
         others = sum(store.sessions.values())
-        if not store.owners and not store.over:
+        if not store.owners and not store.ended:
             self._end(store, f"its owner ({store.creator}) {CLOSED}")
             if others and self.on_released is not None:
                 store.released = 0.0 if self.clock is None else self.clock()
@@ -378,15 +369,21 @@ class NamedStores:
         """Forget a session that has gone. A store ends with its last owner, at once."""
         if self.entries:
             self._forget_entry(session)
-        store = session.engine.store
-        if store is None:
+        store = session.engine
+        if not isinstance(store, NamedStore):
             return
         store.sessions.pop(session, None)
-        if store.disown(session) and not store.owners and not store.over:
+        if store.disown(session) and not store.owners and not store.ended:
             self._end(store, f"its owner ({store.creator}) left")
             self.close(store)
-        if store.over and not store.sessions:
+        if store.ended and not store.sessions:
             self._free(store)
+
+    def came_back(self, session: ServerSession) -> None:
+        """Note that the link of a session has a connection again."""
+        store = session.engine
+        if isinstance(store, NamedStore):
+            store.reconnected(session)
 
     def drop(self, name: str, why: str) -> bool:
         """End a store at once; return whether there is one."""
@@ -428,10 +425,6 @@ class NamedStores:
         last = next((incarnation for incarnation, (ended, _) in reversed(self.ended.items()) if ended == name), None)
         return f"there is no store {spelled(name)!r}" if last is None else self.why_ended(name, last)
 
-    def engines(self) -> list[Engine]:
-        """Return the engines of all stores with names that sessions may be in."""
-        return [store.engine for store in [*self.stores.values(), *self.ending]]
-
     # Deferred work of the stores
 
     def work_later(self, store: NamedStore) -> None:
@@ -444,9 +437,9 @@ class NamedStores:
         if not self.to_work:
             return False
         store, _ = self.to_work.popitem(last=False)
-        keyspace = store.engine.keyspace
+        keyspace = store.keyspace
         if keyspace.work:
-            store.engine.activate()
+            store.activate()
             keyspace.step()
             if keyspace.work:
                 self.to_work[store] = True
@@ -485,7 +478,7 @@ class NamedStores:
                 return 0, opened
             self.engine.budget.charge(PORT_BYTES)
             store.port = opened
-            store.engine.begin_sessions()
+            store.begin_sessions()
             self.ports[str(opened)] = store
         address = f"{entry.server}:{store.port}"
         if self.stores.get(address, store) is not store or address in self.waiting:
@@ -527,7 +520,7 @@ class NamedStores:
         self.created += 1
         since = 0.0 if self.clock is None else self.clock()
         store = NamedStore(self, entry, f"{self.instance}/{self.created}", since)
-        engine.budget.add(store.engine.share)
+        engine.budget.add(store.share)
         self.stores[entry.name] = store
         if self.on_created is not None:
             self.on_created(store)
@@ -547,7 +540,7 @@ class NamedStores:
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
-        session.put_into(store.engine)
+        session.put_into(store)
         store.sessions[session] = True
         if not entry.owner:
             return
@@ -557,7 +550,7 @@ class NamedStores:
             if entry.shares:
                 store.ids.add(entry.shares)
             if entry.joins:
-                store.engine.announce(store.engine.joins + entry.joins)
+                store.announce(store.joins + entry.joins)
                 self.engine.activate()
 
     def _queue(self, entry: Entry) -> None:
@@ -599,7 +592,7 @@ class NamedStores:
 
     def _end(self, store: NamedStore, why: str) -> None:
         """Let nobody enter a store any more. Its name is free."""
-        store.over = why
+        store.ended = why
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
         _remove(self.of_port, _port(store.name), store)
@@ -618,8 +611,8 @@ class NamedStores:
             self.engine.budget.charge(-PORT_BYTES)
             if self.close_port is not None:
                 self.close_port(store)
-        if store.engine.joins:
-            store.engine.announce(0)
+        if store.joins:
+            store.announce(0)
         if not store.sessions:
             self._free(store)
 
@@ -627,16 +620,15 @@ class NamedStores:
         """Release what a store holds that nobody is in any more."""
         if not self.ending.pop(store, False):
             return
-        engine = store.engine
-        keyspace = engine.keyspace
+        keyspace = store.keyspace
         root = self.engine
         self.to_work.pop(store, None)
-        engine.key_lists.release()
-        root.budget.remove(engine.share)
+        store.key_lists.release()
+        root.budget.remove(store.share)
         root.budget.charge(-store.bytes())
         dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
-        if engine.history is not None:
-            writes, departed = engine.history.take_apart()
+        if store.observer is not None:
+            writes, departed = store.observer.take_apart()
             dicts += writes
             for sessions in departed:
                 root.keyspace.free_later(sessions)
@@ -653,7 +645,7 @@ class NamedStores:
                 root.forget_unused(usage)
         keyspace.on_work = None
         keyspace.work.clear()
-        engine.take_apart()
+        store.take_apart()
 
 
 class _Enter(IncrementalCommand):

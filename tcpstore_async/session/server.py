@@ -1,7 +1,8 @@
 """The server's side of a connection, without I/O: bytes in, commands executed, replies out.
 
 There is one `Engine` for each store of a server, the one without a name and those of `named_stores.py`, and one
-`ServerSession` for each connection. Neither knows how bytes travel or what time it is.
+`ServerSession` for each connection. Neither knows how bytes travel, what time it is, or which features there are:
+these register the commands that they execute (`Engine.register`).
 
 Invariants: commands and replies do not depend on how bytes are cut into chunks. A command is executed once, when it is
 complete. Whatever arrives, a session replies or raises PeerError; after an error, call `leave` and drop it.
@@ -10,7 +11,7 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import getsizeof
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..auth.access import Access
 from ..base.addresses import format_address, is_loopback
@@ -28,8 +29,6 @@ from ..keyspace.steps import (
 )
 from ..keyspace.waiter_types import Handoff
 from ..keyspace.waiters import PostponedCommands
-from ..observe.history import NEVER, History
-from ..observe.missing import Questions
 from ..wire.codecs import (
     COUNTED_KEYS,
     KEYS,
@@ -57,13 +56,9 @@ from .identity import (
     with_requirement,
 )
 from .key_list_cache import KeyListCache, SharedKeys
+from .observer import NEVER, Observer
 from .tls import HANDSHAKE, MISMATCH
 from .unsent import Unsent
-
-if TYPE_CHECKING:
-    from ..links.single_link import SingleLink
-    from ..observe.monitor import Monitor
-    from .named_stores import NamedStore, NamedStores
 
 NO_PID: Final = -1
 
@@ -182,18 +177,20 @@ class Engine:
         self.share = StoreShare(self.keyspace, lambda: self.serving)
         self.budget: Budget = Budget(limits.budget_bytes, self.share, session_bytes) if root is None else root.budget
         self.key_lists = KeyListCache(self.keyspace, self.budget, min(portion, PORTION))
-        self.named: NamedStores | None = None
-        """The stores with names, if this server can have them. Of the root only."""
-        self.store: NamedStore | None = None
-        """The store with a name whose engine this is."""
+        self.name: str = ""
+        """Of the store; the root has none."""
+        self.accounts: dict[str, Account] = {}
+        """What the holders of tokens with limits have stored here, by the token's id. Not of the root."""
         self.pending_flush: list[ServerSession] = [] if root is None else root.pending_flush
         """Sessions that another session's command gave output to, or evicted; the server flushes or closes them."""
         self.evicted: dict[ServerSession, PeerError] = {} if root is None else root.evicted
         """Sessions whose connections the server has to close, and why."""
-        self.open_link: Callable[[ServerSession, list[tuple[bytes, Framed]]], bytes] | None = None
-        """Executes LINK; None if this server has no links."""
-        self.attaching: dict[ServerSession, SingleLink] = {} if root is None else root.attaching
-        """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
+        self.features: dict[str, Feature] = {} if root is None else root.features
+        """By method, what makes the handlers of commands that neither sessions nor keyspaces execute."""
+        self.on_leave: Callable[[ServerSession], object] | None = None
+        """Called with each session of any store that leaves. Of the root only."""
+        self.on_return: Callable[[ServerSession], object] | None = None
+        """Called with each session of any store whose link has a connection again. Of the root only."""
         self.unvalidated: OrderedDict[ServerSession, bool] = OrderedDict() if root is None else root.unvalidated
         """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
         self.unvalidated_on_links: OrderedDict[ServerSession, bool] = (
@@ -209,7 +206,9 @@ class Engine:
         self.root: Engine = self if root is None else root
         self.handshake: list[_Slot | None] = [None] * 256 if root is None else root.handshake
         self.commands: list[_Slot | None] = [None] * 256
-        """Of the root, all commands; else those that were sent to the store, and others when they are: see `slot`."""
+        """Commands that were sent to the store, and others when they are: see `slot`."""
+        self.tallies: list[Tally] = [Tally() for _ in range(256)] if root is None else root.tallies
+        """By opcode, for all stores."""
         self.authenticate: Callable[[bytes], Access | str] | None = None
         """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
         self.require_auth: str = ""
@@ -223,52 +222,61 @@ class Engine:
         self.first: _Slot
         self.serving: ServerSession | None = None
         """The session whose command is being executed."""
-        self.history: History | None = None
-        """What is remembered of sessions, if the engine is observed."""
-        self._monitors: list[Monitor] = [] if root is None else root._monitors
-        """Those that note the commands of all stores."""
-        self.questions: Questions | None = None
-        """What peers have asked by MISSING, from the first time on."""
+        self.observer: Observer | None = None
+        """Told what sessions do, if the engine is observed."""
+        self._watchers: list[Watcher] = [] if root is None else root._watchers
+        """Called with the commands of all stores."""
+        self._engines: dict[Engine, None] = {} if root is None else root._engines
+        """Those of all stores, in order of creation."""
+        self._engines[self] = None
         if root is not None:
             self.first = root.first
-            self.open_link = root.open_link
             self.authenticate = root.authenticate
             self.require_auth = root.require_auth
             return
         for command in filter(None, BY_OPCODE):
-            slot = self._make_slot(command)
             if command.handshake:
-                self.handshake[command.opcode] = self.first = slot
-            else:
-                self.commands[command.opcode] = slot
+                call = self._method(command, command.method)
+                assert call is not None
+                self.handshake[command.opcode] = self.first = self._make_slot(command, call)
 
-    def _make_slot(self, command: Command) -> _Slot:
-        known = self.root.commands[command.opcode] or self.root.handshake[command.opcode]
-        slot = _Slot(command, self._method(command, command.method), Tally() if known is None else known.tally)
+    def register(self, method: str, feature: "Feature") -> None:
+        """Have a feature execute the command with this method, in all stores; none has executed it before."""
+        self.features[method] = feature
+
+    def _make_slot(self, command: Command, call: Handler) -> _Slot:
+        slot = _Slot(command, call, self.tallies[command.opcode])
         shared = command.method + "_shared"
         if command.request is KEYS and hasattr(self.keyspace, shared):
-            slot.request = SharedKeys(self.key_lists, self._method(command, shared))
-        if self.history is not None:
-            slot.call = self.history.recorded(command.method, slot.call)
-        if self._monitors:
+            call_shared = self._method(command, shared)
+            assert call_shared is not None
+            slot.request = SharedKeys(self.key_lists, call_shared)
+        if self.observer is not None:
+            slot.call = self.observer.recorded(command.method, slot.call)
+        if self._watchers:
             slot.watch(self._note)
         return slot
 
     def slot(self, opcode: int) -> _Slot | None:
-        """Return how a command is executed in this store; None for an opcode that there is not, and for VALIDATE.
+        """Return how a command is executed in this store; None for an opcode that nothing executes, and for VALIDATE.
 
         Making the whole table takes longer than anything else that is done for a store with a name.
         """
         slot = self.commands[opcode]
         command = BY_OPCODE[opcode]
         if slot is None and command is not None and not command.handshake:
-            slot = self.commands[opcode] = self._make_slot(command)
+            call = self._method(command, command.method)
+            if call is not None:
+                slot = self.commands[opcode] = self._make_slot(command, call)
         return slot
 
     def begin_sessions(self) -> None:
         """Have sessions begin in this store, which is one with a name: VALIDATE is executed here. Idempotent."""
         if self.handshake is self.root.handshake:
-            self.first = self._make_slot(self.root.first.command)
+            command = self.root.first.command
+            call = self._method(command, command.method)
+            assert call is not None
+            self.first = self._make_slot(command, call)
             self.handshake = [None] * 256
             self.handshake[self.first.command.opcode] = self.first
 
@@ -280,9 +288,8 @@ class Engine:
         self._guarded.clear()
         self.key_lists.lists.clear()
         self.serving = None
-        self.history = None
-        self.questions = None
-        self.store = None
+        self.observer = None
+        self._engines.pop(self, None)
         self.share.serving = _nobody
         self.share = self.root.share
 
@@ -296,49 +303,41 @@ class Engine:
         """Bytes held of incomplete requests, all sessions together."""
         return self.budget.unfinished
 
-    def heard(self, holders: list[Holder]) -> "list[ServerSession]":
-        """Return those of some peers that are sessions and have been heard since the engine is observed."""
-        return [
-            one for one in holders if isinstance(one, ServerSession) and one.engine is self and one.heard_at != NEVER
-        ]
-
-    def observe(self, history: History) -> None:
-        """Have a history note what sessions do from now on. To be called once."""
-        self.history = history
+    def observe(self, observer: Observer) -> None:
+        """Have an observer told what sessions do from now on. To be called once."""
+        self.observer = observer
         for slot in self.commands:
             if slot is not None:
-                slot.call = history.recorded(slot.command.method, slot.call)
+                slot.call = observer.recorded(slot.command.method, slot.call)
 
     def counts(self) -> dict[str, int]:
         """Return how often each command has been executed, in all stores of the server."""
-        slots = [slot for table in (self.root.handshake, self.root.commands) for slot in table if slot is not None]
-        return {slot.command.name: slot.tally.count for slot in slots}
+        return {command.name: self.tallies[command.opcode].count for command in filter(None, BY_OPCODE)}
 
-    def watch(self, monitor: "Monitor") -> None:
-        """Have a monitor note each command in any store from now on. Nothing is called for that while there is none."""
-        self._monitors.append(monitor)
-        if len(self._monitors) == 1:
+    def watch(self, watcher: "Watcher") -> None:
+        """Have each command in any store noted from now on. Nothing is called for that while nobody watches."""
+        self._watchers.append(watcher)
+        if len(self._watchers) == 1:
             for engine in self.engines():
                 for slot in engine._all_slots():
                     slot.watch(engine._note)
 
-    def unwatch(self, monitor: "Monitor") -> None:
-        """Let a monitor note no more. Idempotent."""
-        if monitor in self._monitors:
-            self._monitors.remove(monitor)
-            if not self._monitors:
+    def unwatch(self, watcher: "Watcher") -> None:
+        """Undo `watch`. Idempotent."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+            if not self._watchers:
                 for engine in self.engines():
                     for slot in engine._all_slots():
                         slot.unwatch()
 
     def _note(self, command: Command, fields: tuple[Any, ...]) -> None:
-        for monitor in self._monitors:
-            monitor.note(command, fields, self.serving)
+        for watcher in self._watchers:
+            watcher(command, fields, self.serving)
 
     def engines(self) -> "list[Engine]":
-        """Return the engines of all stores of the server."""
-        named = self.root.named
-        return [self.root, *([] if named is None else named.engines())]
+        """Return the engines of all stores of the server that sessions may be in."""
+        return list(self._engines)
 
     def _all_slots(self) -> "list[_Slot]":
         tables = [self.commands, *[table for _, table in self._guarded.values()]]
@@ -490,12 +489,11 @@ class Engine:
             if access.limited():
                 usage = self.usage.setdefault(access.identity, TokenUsage(access))
                 usage.guards += 1
-                account = usage.nameless if self.store is None else self.store.account(usage)
+                account = self._account(usage)
         elif SERVER_KEY in self.keyspace.reserved:
             required = CERTIFICATE if self.authenticate is None else TOKEN
             identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
-        store = None if self.store is None else self.store.name
-        guard = Guard(self.keyspace, access, account, identity, self.authenticate is None, store)
+        guard = Guard(self.keyspace, access, account, identity, self.authenticate is None, self.name or None)
         table: list[_Slot | None] = [None] * 256
         for opcode in range(256):
             slot = self.slot(opcode)
@@ -505,20 +503,32 @@ class Engine:
             guarded = _Slot(command, guard.wrap(command, slot.executing()), slot.tally)
             if isinstance(slot.request, SharedKeys):
                 guarded.request = SharedKeys(self.key_lists, guard.wrap_shared(command, slot.executing_shared()))
-            if self._monitors:
+            if self._watchers:
                 guarded.watch(self._note)
             table[command.opcode] = guarded
         self._guarded[access] = guard, table
         return guard, table
 
-    def _method(self, command: Command, name: str) -> Handler:
+    def _account(self, usage: TokenUsage) -> Account:
+        """Return what the holders of a token have stored here."""
+        if not self.name:
+            return usage.nameless
+        account = self.accounts.get(usage.identity)
+        if account is None or account.usage is not usage:  # the token was forgotten, as there was nothing to count
+            account = self.accounts[usage.identity] = Account(usage)
+        return account
+
+    def _method(self, command: Command, name: str) -> Handler | None:
         """Return the function that executes a command, given its fields, by the method of this name."""
         if name == "wait":
             return self._wait
         if name == "barrier":
             return self._barrier
+        feature = self.features.get(name)
         owner: object = ServerSession if command.session else self.keyspace
-        method: Handler = getattr(owner, name)
+        method: Handler | None = getattr(owner, name, None) if feature is None else feature(self)
+        if method is None:
+            return None  # a command of a feature that this server does not have
         if command.session or command.parks or command.holds:
             return self._with_session(method, command.request.arity)
         return method if command.reply.measure is None else self._list_keys
@@ -581,7 +591,7 @@ class Transport:
     """What moves a session's bytes, as far as sessions and servers know it."""
 
     def __init__(self, engine: Engine, host: str, port: int, connected_at: float) -> None:
-        self.single: SingleLink | None = None
+        self.single: Keeper | None = None
         """What keeps the session when the connection breaks."""
         self.session: ServerSession = ServerSession(engine, self, host, port, connected_at)
 
@@ -642,6 +652,26 @@ class Transport:
     def in_handshake(self) -> bool:
         """Return whether the peer has begun a TLS handshake, or has to, and has not finished it."""
         return False
+
+
+class Keeper(Transport):
+    """A single link, as connections know it: keeps replies until they are acknowledged, and the session meanwhile."""
+
+    over: bool
+    received: int
+    """Bytes taken from the client since LINK."""
+
+    def keep(self, out: list[Framed]) -> None:
+        """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """End the link; the session is then its connection's alone, and ends with it."""
+        raise NotImplementedError
 
 
 class ServerSession(Holder):
@@ -719,8 +749,8 @@ class ServerSession(Holder):
         elif keyspace.size != budget.seen:
             budget.attribute()
         engine.serving = self
-        if engine.history is not None:
-            self.heard_at = engine.history.now
+        if engine.observer is not None:
+            self.heard_at = engine.observer.now
         limits = engine.limits
         high_water = limits.unsent_high_water
         out = self.out
@@ -869,8 +899,8 @@ class ServerSession(Holder):
         """Release everything: the connection is gone. Sessions that this wakes are in `Engine.pending_flush`."""
         engine = self.engine
         engine.activate()
-        if engine.history is not None:
-            engine.history.leaves(self)
+        if engine.observer is not None:
+            engine.observer.leaves(self)
         keyspace = engine.keyspace
         before = keyspace.charge(self.account())
         keyspace.leave(self)
@@ -880,9 +910,9 @@ class ServerSession(Holder):
             engine.revoke(self)
         if engine.evicted:
             engine.evicted.pop(self, None)
-        named = engine.root.named
-        if named is not None:
-            named.leave(self)
+        on_leave = engine.root.on_leave
+        if on_leave is not None:
+            on_leave(self)
         self.owner = None
 
     def share(self) -> StoreShare:
@@ -1138,7 +1168,7 @@ class ServerSession(Holder):
             found = engine.authenticate(unpack(token))
         status = REFUSED
         if isinstance(found, Access):
-            if found.store and engine.root.named is None:
+            if found.store and "enter" not in engine.features:
                 found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"
             elif engine.granted.get(self) != found:
                 status = CROWDED
@@ -1193,28 +1223,6 @@ class ServerSession(Holder):
             raise ProtocolError("JOIN after the end of the round; the rank will join the next one")
         return self.engine.keyspace.join(self, key, unpack(token))
 
-    def missing(self, items: list[tuple[bytes, Framed]]) -> Framed | None:
-        """Report which keys are missing, and what is most like them; see `observe/missing.py`."""
-        engine = self.engine
-        questions = engine.questions
-        if questions is None:
-            questions = engine.questions = Questions(engine)
-        return questions.ask(self, items)
-
-    def enter(self, items: list[tuple[bytes, Framed]]) -> Framed | None:
-        """Put the connection into a store with a name; see `session/named_stores.py`."""
-        named = self.engine.root.named
-        if named is None:
-            raise ProtocolError("ENTER sent to a server without named stores")
-        return named.enter(self, items)
-
-    def end_store(self) -> int:
-        """End the store that the connection owns; return how many others are in it."""
-        named = self.engine.root.named
-        if named is None:
-            raise ProtocolError("END_STORE sent to a server without named stores")
-        return named.release(self)
-
     def put_into(self, engine: Engine) -> None:
         """Go on in another store. What the session has written in the one before is nobody's share any more."""
         before = self.engine
@@ -1234,24 +1242,9 @@ class ServerSession(Holder):
 
     def came_back(self) -> None:
         """Its link has a connection again."""
-        store = self.engine.store
-        if store is not None:
-            store.came_back(self)
-
-    def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
-        """Make the connection a link; see `links/link_registry.py`."""
-        open_link = self.engine.open_link
-        if open_link is None:
-            raise ProtocolError("LINK sent to a server that does not support links")
-        return open_link(self, items)
-
-    def taken(self, count: int) -> None:
-        """Acknowledge the replies on a single link; see `docs/links.md`."""
-        owner = self.owner
-        link = owner.single if isinstance(owner, Transport) else None
-        if link is None:
-            raise ProtocolError("TAKEN on a connection that is not a single link")
-        link.acknowledge(count)
+        on_return = self.engine.root.on_return
+        if on_return is not None:
+            on_return(self)
 
     # Output
 
@@ -1288,6 +1281,13 @@ class ServerSession(Holder):
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
         self.engine.pending_flush.append(self)
+
+
+Feature = Callable[[Engine], Handler]
+"""Makes the handler of a command for one store, when it is first sent there: it gets the session and the fields."""
+
+Watcher = Callable[[Command, tuple[Any, ...], ServerSession | None], object]
+"""Notes a command, its fields and the session that sends it, before the command is executed."""
 
 
 class EvictSessions(DeferredWork):

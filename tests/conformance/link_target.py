@@ -13,8 +13,7 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.linked_session import LinkedSession
-from tcpstore_async.session.identity import identity
-from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES
 
@@ -60,9 +59,7 @@ class LinkTarget:
         self, cut: Cut = whole, breaks: random.Random | None = None, engine: Engine | None = None, reads: bool = True
     ) -> None:
         self.engine = engine or Engine(Limits())
-        self.engine.identify(identity("an engine", "none"))
-        NamedStores(self.engine, "an engine")
-        self.registry = LinkRegistry(self.engine, "an engine", 30.0)
+        self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
         self.link = ClientLink()
         self.cut = cut
         self.breaks = breaks
@@ -185,7 +182,7 @@ class LinkTarget:
 
 def serve(engine: Engine, registry: LinkRegistry) -> None:
     """Do what a server does after a command, until nothing is left to do."""
-    keyspace, pending, attaching = engine.keyspace, engine.pending_flush, engine.attaching
+    keyspace, pending, attaching = engine.keyspace, engine.pending_flush, registry.attaching
     more = True
     while more or pending:
         while attaching:

@@ -12,10 +12,8 @@ from conformance.script import Answer
 from conformance.targets import Cut, whole
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.single_client import ClientSingleLink
-from tcpstore_async.session.identity import identity
-from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.wire.commands import BY_METHOD, MAGIC
 from tcpstore_async.wire.values import Framed, length
@@ -125,9 +123,7 @@ class SingleTarget:
 
     def __init__(self, cut: Cut = whole, breaks: random.Random | None = None) -> None:
         self.engine = Engine(Limits())
-        self.engine.identify(identity("an engine", "none"))
-        NamedStores(self.engine, "an engine")
-        self.registry = LinkRegistry(self.engine, "an engine", 30.0)
+        self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
         self.cut = cut
         self.breaks = breaks
         """Chooses where the connection breaks, if it does."""

@@ -26,8 +26,7 @@ from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer, resting
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.session.identity import identity
-from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.server import Engine, ServerSession
 
 
@@ -105,8 +104,7 @@ class EngineTarget:
 
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
         self.engine = Engine(limits or Limits())
-        self.engine.identify(identity("an engine", "none"))
-        NamedStores(self.engine, "an engine")
+        attach_features(self.engine, "an engine", "none")
         self.cut = cut
         self.bulk = bulk
         """Receive large values into their own buffer, as the running server does."""

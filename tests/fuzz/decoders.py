@@ -337,8 +337,8 @@ def link_request(data: bytes) -> None:
         if _SECRET not in data and registry.links.get(_KNOWN) is link and link.carrier is not owner:
             raise Broken("a stranger has a link")
         outcomes.append((error, reply, sorted(registry.links), sorted(registry.singles)))
-        while engine.attaching:
-            session, single = engine.attaching.popitem()
+        while registry.attaching:
+            session, single = registry.attaching.popitem()
             single.abandon(session)  # as its connection is lost before it is used
         for session in (stranger, owner):
             session.leave()

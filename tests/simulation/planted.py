@@ -24,10 +24,10 @@ from tcpstore_async.keyspace.rounds import Agent, Rounds
 from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
 from tcpstore_async.links import link_registry
 from tcpstore_async.links.link import Link
-from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.links.passed_over import PassedOver
+from tcpstore_async.links.work import LinkWork
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.named_stores import Entry, NamedStore, NamedStores
@@ -389,7 +389,7 @@ LINKED: dict[str, Plant] = {
     "what a session was passed over for is not offered": (PassedOver, "offer_some", _instead(_forgets_offers)),
     "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
-    "sessions outlive their link": (LinkRegistry, "end_later", _instead(lambda registry, link: None)),
+    "sessions outlive their link": (LinkWork, "end_later", _instead(lambda registry, link: None)),
     "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
     "any secret will do": (link_registry, "compare_digest", _instead(lambda known, given: True)),
 }
@@ -399,13 +399,13 @@ LINKED: dict[str, Plant] = {
 
 
 def _outlives(registry: NamedStores, session: ServerSession) -> None:
-    store = session.engine.store
-    if store is not None:
+    store = session.engine
+    if isinstance(store, NamedStore):
         store.owners.pop(session, None)
 
 
 def _sees_others(store: NamedStore, registry: NamedStores, *_: object) -> None:
-    store.engine.keyspace.values = registry.engine.keyspace.values
+    store.keyspace.values = registry.engine.keyspace.values
 
 
 def _enters_any(registry: NamedStores, entry: Entry) -> None:

@@ -212,7 +212,7 @@ class Stage:
 
     def observe(self, opcode: int, seen: Callable[..., None]) -> None:
         """Have this called with the fields of each such command, before it is executed."""
-        slot = self.engine.commands[opcode]
+        slot = self.engine.slot(opcode)
         assert slot is not None
         call = slot.call
 

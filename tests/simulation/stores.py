@@ -444,7 +444,7 @@ class World:
         life = self.lives.get(entry.name)
         if life is None:
             assert self.newest is not None
-            life = self.lives[entry.name] = Life(self.portion, self.newest.engine, entry.name, entry.attempt)
+            life = self.lives[entry.name] = Life(self.portion, self.newest, entry.name, entry.attempt)
             life.incarnation = self.newest.incarnation
             if life.incarnation in self.by_incarnation:
                 raise Difference(f"{life.incarnation} was there before")

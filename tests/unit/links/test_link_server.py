@@ -823,7 +823,7 @@ def test_a_server_that_is_about_to_stop(registry: LinkRegistry) -> None:
 
 def test_a_session_that_fails_is_the_only_one_to_go(target: LinkTarget) -> None:
     greeted(target, "a", "b")
-    slot = target.engine.commands[12]
+    slot = target.engine.slot(12)
     assert slot is not None
 
     def fail() -> bool:

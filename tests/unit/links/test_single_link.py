@@ -49,7 +49,7 @@ def heard(target: SingleTarget, name: str = "a") -> bytes:
 
 def cut(target: SingleTarget, peer: SinglePeer) -> SingleLink:
     link = peer.wire.single
-    assert link is not None
+    assert isinstance(link, SingleLink)
     peer.wire.end(True)
     target.serve()
     return link
@@ -221,7 +221,7 @@ def test_one_link_for_a_connection() -> None:
     wire.flush()
     assert b"this connection already has a link" in wire.down
     session = wire.session
-    link = target.engine.attaching.pop(session)
+    link = target.registry.attaching.pop(session)
     wire.close()
     link.abandon(session)
     target.finish()
@@ -306,7 +306,7 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
     assert (links[0].over, links[1].over) == (True, False)
     assert ended == ["a new session has taken its place (token t allows 2)"]
     usage = target.engine.usage["t"]
-    assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1]])
+    assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1].identity])
     wire = Wire(target.engine)
     wire.session.receive(VALIDATE)
     wire.session.grant_access(token)
@@ -316,8 +316,8 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
     for number in range(9):
         cut(target, come(f"d{number}"))
     assert len(target.registry.singles) == len(usage.sessions) == len(usage.suspended) == 2
-    for link in list(target.registry.suspended):
-        link.end("")
+    for identity in list(target.registry.suspended):
+        target.registry.singles[identity].end("")
     assert not target.engine.usage
 
 
@@ -325,7 +325,7 @@ def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
     target = SingleTarget()
     peer = peer_of(target)
     link = peer.wire.single
-    assert link is not None
+    assert isinstance(link, SingleLink)
     target.say("a", set_(b"k", b"v" * 10_000))
     held = target.engine.budget.used()
     target.say("a", get(b"k"))
@@ -341,7 +341,7 @@ def test_a_link_keeps_no_more_pieces_than_can_be_acknowledged_at_once() -> None:
     target = SingleTarget()
     peer = peer_of(target)
     link = peer.wire.single
-    assert link is not None
+    assert isinstance(link, SingleLink)
     target.say("a", set_(b"k", b"v" * 100) + set_(b"large", b"v" * 5000))
     for _ in range(2 * MOST_PIECES):  # short ones are copied together, in the end
         target.say("a", get(b"k"))

@@ -11,6 +11,7 @@ from support import blob, u64
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import NotAllowedError
 from tcpstore_async.base.limits import Limits
+from tcpstore_async.observe.missing import answer_missing
 from tcpstore_async.observe.missing_reply import Elsewhere, Near, Who
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine
@@ -40,6 +41,7 @@ def test_keys_near_a_missing_one_with_age_and_writer() -> None:
 def test_without_a_history_there_are_no_writers_nor_ages() -> None:
     world = World()
     world.engine = Engine(Limits())
+    answer_missing(world.engine)
     world.connect(0)
     world.set(0, b"/k_5")
     assert world.ask(0, b"/k_6").keys[0].nearest == [Near("/k_5")]
@@ -160,8 +162,7 @@ def test_one_that_leaves_lets_others_search() -> None:
         world.set(0, b"/key/%d/x" % number)
     for client in range(12):
         world.sessions[client].receive(b"\x4f" + u64(1) + blob(b"/key/99%d/y%d" % (client, client)) + blob(b""))
-    queue = world.engine.questions
-    assert queue is not None
+    queue = world.questions
     assert (queue.searching is not None, queue.queued) == (True, 8)
     answered = [client for client in range(12) if not world.sessions[client].stalled()]
     assert answered == [9, 10, 11]

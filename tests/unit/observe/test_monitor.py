@@ -24,7 +24,7 @@ def watched(every: int = 1, values: bool = False, most: int = 1000) -> tuple[Wor
     world = World()
     world.connect(1, joins=False)
     monitor = Monitor(itertools.count(100.0).__next__, every, values, most)
-    world.engine.watch(monitor)
+    world.engine.watch(monitor.note)
     return world, monitor
 
 
@@ -108,18 +108,20 @@ def handlers(engine: Engine) -> list[Any]:
 
 def test_nothing_is_left_once_nobody_watches() -> None:
     world = World()
+    world.connect(0)
+    world.set(0, b"/k")
     before = handlers(world.engine)
     one, other = (Monitor(lambda: 0.0, 1, False) for _ in range(2))
-    world.engine.watch(one)
-    world.engine.watch(other)
+    world.engine.watch(one.note)
+    world.engine.watch(other.note)
     assert handlers(world.engine) != before
     world.connect(1)
     assert (one.seen, other.seen) == (3, 3)
-    world.engine.unwatch(one)
-    world.engine.unwatch(one)
+    world.engine.unwatch(one.note)
+    world.engine.unwatch(one.note)
     world.set(1, b"/k")
     assert (one.seen, other.seen) == (3, 4)
-    world.engine.unwatch(other)
+    world.engine.unwatch(other.note)
     assert handlers(world.engine) == before
     world.set(1, b"/k")
     assert other.seen == 4
@@ -135,14 +137,14 @@ def test_sessions_with_a_token_are_watched_too() -> None:
     engine.grant(world.sessions[1], Access("one"))
     world.sessions[1].table = engine.table_of(world.sessions[1])
     monitor = Monitor(lambda: 0.0, 1, False)
-    engine.watch(monitor)
+    engine.watch(monitor.note)
     engine.grant(world.sessions[2], Access("two"))
     world.sessions[2].table = engine.table_of(world.sessions[2])
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))
     assert brief(monitor) == [["SET", "/k", 1, 5, None], ["CHECK", "/a", 5, 0, None]] * 2
-    engine.unwatch(monitor)
+    engine.unwatch(monitor.note)
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))

@@ -34,6 +34,7 @@ from support import HANDSHAKE, blob
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import AccessDeniedError, NotAllowedError, PeerError
 from tcpstore_async.base.limits import Limits
+from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.identity import (
     REFUSED,
     TOKEN,
@@ -64,7 +65,7 @@ ADMIN = Access("t4", rights="admin")
 
 def engine() -> Engine:
     made = Engine(Limits())
-    made.identify(IDENTITY)
+    attach_features(made, "this server", "uv")
     return made
 
 
@@ -258,7 +259,7 @@ def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
 
 
 def test_a_token_for_another_store_is_refused() -> None:
-    of = engine()
+    of = Engine(Limits())
     of.authenticate = lambda token: Access("t1", store="theirs")
     with pytest.raises(
         NotAllowedError, match="token t1 is only for the store 'theirs', which this server does not have"

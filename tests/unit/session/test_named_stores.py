@@ -31,7 +31,7 @@ from tcpstore_async.base.errors import BudgetError, NotAllowedError, PeerError, 
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.admission import admission
 from tcpstore_async.client.store_name import StoreName
-from tcpstore_async.observe.history import History
+from tcpstore_async.observe.history import History, history_of
 from tcpstore_async.observe.monitor import Monitor
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
@@ -666,11 +666,11 @@ def test_everything_is_counted_and_released(server: Server) -> None:
     for number, session in enumerate(sessions):
         for key in range(10 * number):
             server.say(session, set_(b"/%d" % key, bytes(100)))
-    stored = sum(one.engine.keyspace.size for one in server.named.stores.values()) + server.engine.keyspace.size
+    stored = sum(one.keyspace.size for one in server.named.stores.values()) + server.engine.keyspace.size
     assert stored > 50 * 100
     assert budget.used() > idle + stored
     server.say(sessions[0], get(b"/0"))
-    assert budget.used() == budget.others + server.named.stores["a"].engine.keyspace.size
+    assert budget.used() == budget.others + server.named.stores["a"].keyspace.size
     for session in (sessions[0], sessions[1], sessions[3], waiting):
         server.leave(session)
     assert list(server.closed) == [sessions[2]]
@@ -686,7 +686,7 @@ def test_what_a_leaving_session_releases_is_released_at_once(server: Server) -> 
     rank, other = server.rank("a"), server.connect()
     server.say(rank, wait(*[b"/%d" % number for number in range(500)]))
     server.say(other, set_(b"/k", b"v"))
-    keyspace = server.named.stores["a"].engine.keyspace
+    keyspace = server.named.stores["a"].keyspace
     used, size = budget.used(), keyspace.size
     server.leave(rank)
     assert size - keyspace.size > 10_000
@@ -715,7 +715,7 @@ def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
 def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
     server = Server()
     if observed:
-        server.named.on_created = lambda store: store.engine.observe(History(store.engine))
+        server.named.on_created = lambda store: store.observe(History(store))
 
     def live(number: int) -> None:
         name = f"10.0.0.7:{number}"
@@ -728,7 +728,7 @@ def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
         if number % 2:
             server.say(owner, END)
         for session in (owner, early, rank):
-            if session.engine.store is not None:
+            if session.engine.name:
                 server.leave(session)
         server.closed.clear()
 
@@ -746,11 +746,11 @@ def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
 
 
 def test_an_observed_store_does_the_same(server: Server) -> None:
-    server.named.on_created = lambda store: store.engine.observe(History(store.engine))
+    server.named.on_created = lambda store: store.observe(History(store))
     used = server.engine.budget.used()
     owner = server.owner("a")
     server.say(owner, set_(b"/k", b"v"))
-    history = server.named.stores["a"].engine.history
+    history = history_of(server.named.stores["a"])
     assert history is not None
     assert history.write(b"/k") is not None
     assert history.held
@@ -784,7 +784,7 @@ class Ports:
         """Return a session whose connection has come to a port; it has sent nothing."""
         store = self.open[number]
         self.server.port += 1
-        session = ServerSession(store.engine, None, "10.0.0.8", self.server.port, 0.0)
+        session = ServerSession(store, None, "10.0.0.8", self.server.port, 0.0)
         self.server.named.arrive(session, store)
         return session
 
@@ -911,11 +911,11 @@ def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
     ports = Ports(server, 41_000)
     server.owner("n1:4711", server="head")
     monitor = Monitor(lambda: 0.0, 1, False)
-    server.engine.watch(monitor)
+    server.engine.watch(monitor.note)
     server.say(ports.connect(41_000), HANDSHAKE + set_(b"/k", b"v"))
     server.connect()
     assert [sample[5] for sample in monitor.take()] == ["VALIDATE", "SET", "VALIDATE"]
-    server.engine.unwatch(monitor)
+    server.engine.unwatch(monitor.note)
     assert server.engine.first.executing() is server.engine.first.call
 
 
