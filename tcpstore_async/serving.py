@@ -20,7 +20,7 @@ from .base.addresses import format_address
 from .base.errors import DistNetworkError, counted
 from .base.limits import DEFAULT_GRACE, Limits
 from .server.admin import admin_socket
-from .server.backends import DEFAULT_BACKEND, server_class
+from .server.backends import DEFAULT_BACKEND, check_backend, make_server
 from .server.fork_safety import close_on_fork, closed_in_children
 from .server.linger import Linger
 from .server.listen_socket import (
@@ -88,14 +88,15 @@ async def serve(
     TLS and tokens only.
 
     Raises DistNetworkError if the address or the admin socket cannot be had, or a file cannot be used, and ValueError
-    for a certificate without a key or the reverse, and if TLS is required without them.
+    for a certificate without a key or the reverse, if TLS is required without them, and for a backend that lacks TLS or
+    tokens.
     """
-    make = server_class(backend)
     tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
+    check_backend(backend, "tls_cert" if tls is not None else "tokens" if tokens is not None else "")
     pid = os.getpid()
     with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)
-        server = make(listening, limits or Limits(), tls=tls)
+        server = make_server(backend, listening, limits or Limits(), tls)
         server.engine.authenticate = None if tokens is None else tokens.authenticate
         server.engine.require_auth = require_auth
         server.ports.numbers = store_ports

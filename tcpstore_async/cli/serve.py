@@ -202,6 +202,12 @@ def serve(
         raise click.UsageError("--revoked-tokens needs --token-keys.")
     if require_auth and token_keys is None and tls_ca is None:
         raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
+    if backend == "threaded":
+        said = click.get_current_context().get_parameter_source
+        others = ("tls_cert", "token_keys", "require_auth", "link_grace")
+        given = [f"--{name.replace('_', '-')}" for name in others if said(name) != click.core.ParameterSource.DEFAULT]
+        if given:
+            raise click.UsageError(f"--backend threaded has no TLS, tokens or links: leave out {', '.join(given)}.")
     if token_keys is not None and owner_pid is not None:
         raise click.UsageError("--token-keys cannot be used with --owner-pid.")
     if owner_pid is not None or control_fd is not None:

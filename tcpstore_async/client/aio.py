@@ -538,7 +538,7 @@ class AsyncTCPStore:
 
     async def _open_link(self, connection: AsyncConnection, deadline: _CallDeadline) -> None:
         """Have the server keep the session when the connection breaks, if it can."""
-        if self.identity is not None and self.identity.extension >= SINGLE_LINKS and connection.link is None:
+        if self.identity is not None and self.identity.has_links(SINGLE_LINKS) and connection.link is None:
             opening = connection.open_link()
             await asyncio.wait({opening}, timeout=deadline.left())
             if not opening.done():

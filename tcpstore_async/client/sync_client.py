@@ -574,7 +574,7 @@ class TCPClient(Pool):
     def _introduce(self, connection: SyncConnection, server: Identity, deadline: Deadline) -> None:
         """Say who this is, and have the server keep the session when the connection breaks, if it can."""
         introduction, _ = connection.session.prepare(*requests.introduce(self.introduction))
-        if server.extension >= SINGLE_LINKS:
+        if server.has_links(SINGLE_LINKS):
             connection.reach = self._reach
             connection.replaced = functools.partial(background.watch_again, self, connection.peer.fileno())
             connection.open_link(deadline, introduction)

@@ -34,8 +34,15 @@ class LinkRegistry(LinkWork):
     """All links of one server."""
 
     def __init__(
-        self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0, portion: int = PORTION
+        self,
+        engine: Engine,
+        instance: str,
+        grace: float,
+        keep_alive: float = 5.0,
+        portion: int = PORTION,
+        offered: bool = True,
     ) -> None:
+        """`offered` is whether peers may make any."""
         super().__init__(engine, grace, keep_alive, portion)
         self.instance = instance
         self.links: dict[bytes, ServerLink] = {}
@@ -46,8 +53,9 @@ class LinkRegistry(LinkWork):
         """Single links, by id."""
         self.attaching: dict[ServerSession, SingleLink] = {}
         """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
-        engine.register("link", lambda store: self.open)
-        engine.register("taken", lambda store: _taken)
+        if offered:
+            engine.register("link", lambda store: self.open)
+            engine.register("taken", lambda store: _taken)
 
     # LINK
 

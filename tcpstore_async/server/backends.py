@@ -3,11 +3,15 @@
 Knows the names. Must not know how a server works; importing this imports none.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from ..base.limits import Limits
+
 if TYPE_CHECKING:
+    import socket
+
     from .base import Server
+    from .tls import ServerTls
 
 BACKENDS: Final = ("uv", "threaded")
 DEFAULT_BACKEND: Final = "uv"
@@ -16,19 +20,25 @@ START_TIMEOUT: Final = 60.0
 """Seconds that a caller with a timeout of 0 waits for its server to start, which usually takes 0.1."""
 
 
-def check_backend(backend: str) -> None:
-    """Raise ValueError if there is no backend of that name."""
+def check_backend(backend: str, secured: str = "") -> None:
+    """Raise ValueError if there is no backend of that name, or it has not what `secured`, if not empty, names.
+
+    The threaded one has neither TLS nor tokens: it must not serve in the clear instead.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose {' or '.join(BACKENDS)}")
+    if secured and backend == "threaded":
+        raise ValueError(
+            f"the threaded backend has no TLS and no tokens, but was given {secured}: use the backend 'uv'"
+        )
 
 
-def server_class(backend: str) -> "Callable[..., Server]":
-    """Return the server of that name, to be called with a listener, its limits, and `tls`. Raises ValueError."""
-    check_backend(backend)
+def make_server(backend: str, listener: "socket.socket", limits: Limits, tls: "ServerTls | None" = None) -> "Server":
+    """Return a server of that name, which has passed `check_backend`, on a socket that listens."""
     if backend == "threaded":  # each is imported by those who use it only: a server has to start fast
         from .threaded import ThreadedServer
 
-        return ThreadedServer
+        return ThreadedServer(listener, limits)
     from .uv import UvServer
 
-    return UvServer
+    return UvServer(listener, limits, tls=tls)

@@ -28,4 +28,5 @@ def attach_features(
     """
     engine.identify(identity(instance, backend))
     answer_missing(engine)
-    return Features(NamedStores(engine, instance), LinkRegistry(engine, instance, grace, portion=portion))
+    links = LinkRegistry(engine, instance, grace, portion=portion, offered=backend != "threaded")
+    return Features(NamedStores(engine, instance), links)

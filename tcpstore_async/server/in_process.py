@@ -17,7 +17,7 @@ from ..auth.tokens import HostTokens
 from ..base.limits import Limits
 from ..base.locks import RLock
 from .admin import admin_socket
-from .backends import server_class
+from .backends import make_server
 from .base import Server
 from .fork_safety import close_on_fork, closed_in_children
 from .reloading import Reloading
@@ -101,7 +101,7 @@ class ServerThread:
             started.set_exception(error.with_traceback(None))
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
-        server = server_class(self._backend)(self._listener, Limits(), tls=self._tls)
+        server = make_server(self._backend, self._listener, Limits(), self._tls)
         checker = None
         if self._tokens is not None:
             checker = self._tokens.checker()

@@ -5,8 +5,8 @@ Invariants: the lock is never held while anything waits. Only a connection's own
 descriptor. Whoever holds the lock may write what the kernel takes at once; one thread writes the rest, for all
 connections. A peer that does not read is not read from. Once started, only a new connection needs a new thread.
 
-It replies byte for byte as the event-driven server does. It exists because PyTorch has one (`use_libuv=False`): every
-rank costs a thread, and every command two switches between threads.
+It replies byte for byte as the event-driven server does, but has no TLS, no tokens and no links. It exists because
+PyTorch has one (`use_libuv=False`): every rank costs a thread, and every command two switches between threads.
 """
 
 import errno
@@ -24,13 +24,11 @@ from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore
 from ..session.server import Transport
-from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES
 from ..wire.values import Framed, length
 from . import base
 from .listen_socket import CONNECTION_ERRORS, free_large_memory
 from .threads import FairLock, Worker
-from .tls import TLS_BYTES, ServerTls, TlsChannel
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
@@ -124,8 +122,6 @@ class Connection(Transport):
         if self.is_closed:
             return
         self.server.received += len(chunk)
-        if self.single is not None:
-            self.single.received += len(chunk)
         try:
             self.session.receive(chunk)
         except PeerError as error:
@@ -138,10 +134,6 @@ class Connection(Transport):
         out = session.out
         if self.is_closed or not out:
             return
-        if self.single is not None:
-            self.single.keep(out)
-            out = list(out)
-            session.out.clear()
         if session.backlog is not None:
             session.keep_unsent(out, 0)
         else:
@@ -161,17 +153,6 @@ class Connection(Transport):
                 if session.backlog is not None:
                     self.server.writer.add(self)
                 return
-
-    def send_again(self, replies: list[Framed], taken: int) -> None:
-        self.session.keep_unsent(replies, taken)
-        if self.session.backlog is not None:
-            self.server.writer.add(self)
-
-    def refused_before(self) -> str:
-        return self.server.refused_before(self.session)
-
-    def resumed(self) -> None:
-        """Its thread looks after each read, one of which has just brought LINK."""
 
     def push(self) -> None:
         """Do the same with the unsent bytes."""
@@ -212,136 +193,6 @@ class Connection(Transport):
         self.leave(broken)
         self.server.connections.discard(self)
         self.server.closed(self)
-
-
-class TlsConnection(Connection):
-    """A connection to a server that has TLS: the first byte shows whether the peer uses it.
-
-    Its own thread alone uses the TLS object until the handshake is complete; then it is used with the lock.
-    """
-
-    def __init__(self, server: "ThreadedServer", tls: ServerTls, peer: socket.socket, host: str, port: int) -> None:
-        super().__init__(server, peer, host, port)
-        self.tls = tls
-        self.channel: TlsChannel | None = None
-        """None before the first byte, and without TLS."""
-        self._first = True
-
-    def in_handshake(self) -> bool:
-        return self.tls.required if self.channel is None else not self.channel.stream.established
-
-    # Its own thread
-
-    def _read(self) -> bytes:
-        if self._first:
-            self._first = False
-            chunk = super()._read()
-            if not chunk:
-                return chunk
-            if chunk[0] != HANDSHAKE:
-                return chunk if self._admits_plain() else b""
-            if not self._shake_hands(chunk):
-                return b""
-        channel = self.channel
-        if channel is None:
-            return super()._read()
-        try:
-            return self._read_plaintext(channel)
-        except TlsError as error:
-            with self.server.lock:
-                self.server.broken_tls(self, error)
-            self.broken = True
-            return b""
-
-    def _admits_plain(self) -> bool:
-        """Return whether the peer may do without TLS; if not, close the connection."""
-        if not self.tls.required:
-            return True
-        with self.server.lock:
-            if not self.is_closed:
-                self.server.close_for(self, self.session.plain_refused())
-        return False
-
-    def _shake_hands(self, chunk: bytes) -> bool:
-        """Return whether the handshake, which began with these bytes, is complete."""
-        server = self.server
-        channel = TlsChannel(self.tls.context, self._send_all)
-        with server.lock:
-            if self.is_closed:
-                return False
-            budget = server.engine.budget
-            budget.charge(TLS_BYTES)
-            self.channel = channel
-            try:
-                budget.relieve(self.session)
-            except PeerError as error:
-                server.close_for(self, error)
-                return False
-            server.begin_handshake(self)
-        try:
-            channel.stream.feed(chunk)
-            while not channel.shake_hands():
-                channel.stream.feed(super()._read())
-        except TlsError as error:
-            with server.lock:
-                if not self.is_closed:
-                    server.close_for(self, error)
-            return False
-        except OSError:
-            return False
-        with server.lock:
-            self.tls.end(self)
-            if channel.stream.certified():
-                self.session.certify()
-            channel.send = self._send_now
-            channel.stream.readable = True
-        return not self.is_closed
-
-    def _read_plaintext(self, channel: TlsChannel) -> bytes:
-        stream = channel.stream
-        while True:
-            with self.server.lock:
-                data = channel.read(_READ) if stream.readable and not self.is_closed else b""
-                if data or stream.ended or self.is_closed:
-                    return data
-            chunk = super()._read()
-            if self.broken:
-                return b""
-            with self.server.lock:
-                stream.feed(chunk)
-
-    def _send_all(self, data: memoryview) -> int:
-        self.peer.sendall(data)
-        return len(data)
-
-    # With the lock
-
-    def _send_now(self, data: memoryview) -> int:
-        return self.peer.send(data, socket.MSG_DONTWAIT)
-
-    def _write(self, batch: Sequence[Framed | memoryview]) -> int:
-        channel = self.channel
-        if channel is None:
-            return super()._write(batch)
-        try:
-            count = channel.write(list(batch))
-        except BlockingIOError:
-            return 0
-        except OSError:
-            self._close(True)
-            return -1
-        self.session.unsent -= count
-        self.server.sent += count
-        return count
-
-    def _close(self, broken: bool) -> None:
-        channel = self.channel
-        if channel is not None and not self.is_closed:
-            self.tls.end(self)
-            self.server.engine.budget.charge(-TLS_BYTES)
-            if not broken:
-                channel.finish()
-        super()._close(broken)
 
 
 class Writer:
@@ -406,9 +257,9 @@ class Writer:
 class ThreadedServer(base.Server):
     """The server, whose loop waits for signals and timers while threads serve."""
 
-    def __init__(self, listener: socket.socket, limits: Limits, *, tls: ServerTls | None = None) -> None:
+    def __init__(self, listener: socket.socket, limits: Limits) -> None:
         lock = FairLock()
-        super().__init__(listener, limits, "threaded", _SESSION_BYTES, lock, tls)
+        super().__init__(listener, limits, "threaded", _SESSION_BYTES, lock, None)
         self.writer = Writer(lock)
         self.connections: set[Connection] = set()
         self._accepting: Worker | None = None
@@ -499,12 +350,9 @@ class ThreadedServer(base.Server):
         with self.lock:
             if (store is not None and store.ended) or not self.admits(host, port):
                 return None
-            if self.tls is None:
-                connection = Connection(self, peer, host, port, store)
-                if store is not None:
-                    self.named.arrive(connection.session, store)
-            else:
-                connection = TlsConnection(self, self.tls, peer, host, port)
+            connection = Connection(self, peer, host, port, store)
+            if store is not None:
+                self.named.arrive(connection.session, store)
             self.connections.add(connection)
             self.opened()
             self.expect_validation()

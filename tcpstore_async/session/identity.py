@@ -122,6 +122,10 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str = ""
     """Why this connection may do nothing, whatever it presents: the server has refused the relay's token."""
 
+    def has_links(self, least: int) -> bool:
+        """Return whether the server has links of at least this version of the extension; the threaded one has none."""
+        return self.extension >= least and self.backend != "threaded"
+
 
 _DECODER: Final = msgspec.json.Decoder(Identity)
 """Made with the module: `msgspec.json.decode` would look at the class's annotations in the first connection's time."""

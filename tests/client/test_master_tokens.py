@@ -17,6 +17,7 @@ from support import LIMIT, RawPeer
 from tcpstore_async import AccessDeniedError, DistNetworkError, PrefixStore, TCPStore
 from tcpstore_async.auth.tokens import TokenKeys, read_keys
 from tcpstore_async.server.process import child
+from tls.certificates import certificates
 
 SECRET = "7d1f0c2b9a"
 
@@ -49,12 +50,30 @@ def refused(port: int, token: str, why: str) -> None:
         store.num_keys()
 
 
-@pytest.mark.parametrize("libuv", [True, False], ids=["uv", "threaded"])
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("TCPSTORE_TOKEN", SECRET, "no tokens.*TCPSTORE_TOKEN"),
+        ("TCPSTORE_TOKEN_KEYS", "keys", "no tokens.*TCPSTORE_TOKEN_KEYS"),
+        ("TCPSTORE_TLS", "1", "no TLS.*TCPSTORE_TLS"),
+    ],
+)
+def test_the_threaded_server_is_not_started_without_what_was_asked_for(
+    name: str, value: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pair = certificates().server
+    monkeypatch.setenv(name, str(tmp_path / value) if value == "keys" else value)
+    monkeypatch.setenv("TCPSTORE_CERT", pair.cert)
+    monkeypatch.setenv("TCPSTORE_KEY", pair.key)
+    with pytest.raises(ValueError, match=f"^the server of use_libuv=False has {named}"):
+        master(use_libuv=False)
+
+
 def test_the_token_of_the_environment_protects_its_server(
-    where: str, libuv: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TCPSTORE_TOKEN", SECRET)
-    with master(use_libuv=libuv) as store:
+    with master() as store:
         store.set("k", "v")
         with other(store.port, SECRET) as mine, mine.clone() as copy:
             assert copy.get("k") == b"v"

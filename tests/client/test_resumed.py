@@ -34,7 +34,6 @@ from tcpstore_async.client.requests import NO_KEY
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.links.single_client import UNANSWERED_BYTES, ClientSingleLink
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.wire.commands import BY_METHOD
 
@@ -176,9 +175,9 @@ def resetter(port: int) -> Iterator[Resetter]:
         proxy.stop()
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    with tcpstore_server("--backend", request.param) as server:
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with tcpstore_server() as server:
         yield server.port
 
 
@@ -798,10 +797,9 @@ def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_s
             assert bytes(found) == expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_store_that_closes_while_its_connection_is_broken_withholds_no_item(backend: str) -> None:
+def test_a_store_that_closes_while_its_connection_is_broken_withholds_no_item() -> None:
     with (
-        tcpstore_server("--backend", backend, "--link-grace", "600") as server,
+        tcpstore_server("--link-grace", "600") as server,
         resetter(server.port) as proxy,
         opened(proxy.port) as store,
         TCPStore("127.0.0.1", server.port, timeout=LIMIT) as other,

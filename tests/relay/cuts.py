@@ -88,12 +88,10 @@ class Bench:
 
 
 @contextmanager
-def bench(
-    backend: str = "uv", scales: Sequence[int] = (1,), ranks: int = 2, seed: int = 0, keep_alive: float = 5.0
-) -> Iterator[Bench]:
+def bench(scales: Sequence[int] = (1,), ranks: int = 2, seed: int = 0, keep_alive: float = 5.0) -> Iterator[Bench]:
     """One pair of relays for each scale."""
     with ExitStack() as stack:
-        server = stack.enter_context(server_with(backend, grace=GRACE, keep_alive=keep_alive))
+        server = stack.enter_context(server_with(grace=GRACE, keep_alive=keep_alive))
         numbered = enumerate(scales, seed * len(scales))
         yield Bench(stack, server, [Pair(stack, server, ranks, number, scale) for number, scale in numbered])
 
@@ -137,7 +135,6 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=10_000)
     parser.add_argument("--partition", type=float, metavar="SECONDS", help="instead of cutting")
     parser.add_argument("--reset", action="store_true", help="reset all connections at the end of the partition")
-    parser.add_argument("--backend", default="uv")
     parser.add_argument("--pairs", type=int, default=6, help="of relays")
     parser.add_argument("--ranks", type=int, default=2, help="of each relay")
     parser.add_argument("--seed", type=int, default=0)
@@ -145,7 +142,7 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     scales = ([1] * 5 + [50]) * given.pairs
-    with bench(given.backend, scales[: given.pairs], given.ranks, given.seed) as running:
+    with bench(scales[: given.pairs], given.ranks, given.seed) as running:
         if given.partition is None:
             figures = cut(running, given.cuts, given.seconds)
         else:

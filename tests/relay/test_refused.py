@@ -14,7 +14,6 @@ from conformance.frames import auth, set_, wait
 from server.test_auth import KEYS, identity_of
 from support import LIMIT, RawPeer, tcpstore, tcpstore_relay, tcpstore_server
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
-from tcpstore_async.server.backends import BACKENDS
 from tls.certificates import certificates
 
 FOR_EVER = ("--link-grace", "100000")
@@ -30,12 +29,11 @@ def files(folder: Path, token: str) -> tuple[list[str], Path, Path]:
     return ["--token-keys", str(keys), "--revoked-tokens", str(revoked), "--require-auth=all"], revoked, mine
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_of_a_relay_whose_token_is_revoked_are_closed_at_once(backend: str, tmp_path: Path) -> None:
+def test_ranks_of_a_relay_whose_token_is_revoked_are_closed_at_once(tmp_path: Path) -> None:
     token = KEYS.create()
     options, revoked, mine = files(tmp_path, token)
     with (
-        tcpstore_server("--backend", backend, *FOR_EVER, *options) as server,
+        tcpstore_server(*FOR_EVER, *options) as server,
         tcpstore_relay(server.port, "--token-file", str(mine)) as relay,
         RawPeer(relay.port) as rank,
     ):

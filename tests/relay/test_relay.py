@@ -15,7 +15,6 @@ import pytest
 from conformance.frames import lease_later, popped, push
 from faults.fault_helpers import get, gone, until
 from support import RawPeer, Server, blob, free_port, refused, tcpstore_relay, tcpstore_server, u64
-from tcpstore_async.server.backends import BACKENDS
 
 
 def add(peer: RawPeer, key: bytes, amount: int) -> int:
@@ -23,9 +22,9 @@ def add(peer: RawPeer, key: bytes, amount: int) -> int:
     return number
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with tcpstore_server("--backend", request.param) as server:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tcpstore_server() as server:
         yield server
 
 
@@ -194,11 +193,13 @@ def test_a_relay_in_front_of_a_relay_says_what_is_wrong(server: Server) -> None:
         until(lambda: "this is a connection to a relay; connect to its server instead" in another.log(), "it says so")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_beyond_the_limit_of_sessions_are_rejected(backend: str) -> None:
+def test_ranks_beyond_the_limit_of_sessions_are_rejected() -> None:
     """The server says so: the relay does not know the limit."""
     with (
-        tcpstore_server("--limit", "sessions=1", "--backend", backend) as server,
+        tcpstore_server(
+            "--limit",
+            "sessions=1",
+        ) as server,
         tcpstore_relay(server.port) as relay,
         RawPeer(relay.port) as first,
     ):

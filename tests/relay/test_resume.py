@@ -12,12 +12,11 @@ from faults.fault_helpers import until
 from relay.link_proxy import link_proxy
 from relay.servers import server_with
 from support import RawPeer, Server, free_port, keys, tcpstore_relay, tcpstore_server
-from tcpstore_async.server.backends import BACKENDS
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with tcpstore_server("--backend", request.param) as server:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tcpstore_server() as server:
         yield server
 
 
@@ -68,11 +67,10 @@ def test_ranks_are_closed_when_the_server_stops() -> None:
             another.ping()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_relay_that_comes_back_ends_the_sessions_of_the_one_that_was_killed(backend: str) -> None:
+def test_a_relay_that_comes_back_ends_the_sessions_of_the_one_that_was_killed() -> None:
     """An item that was leased by a rank of it goes back to its queue."""
     place = free_port()
-    with server_with(backend) as port, RawPeer(port) as direct:
+    with server_with() as port, RawPeer(port) as direct:
         direct.send(push(b"/leased", b"item"))
         with tcpstore_relay(port, port=place) as relay, RawPeer(place) as rank:
             rank.send(lease(b"/leased", 1))

@@ -13,14 +13,13 @@ from conformance.frames import wait
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, resting, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import TCPStore
 from tcpstore_async.cli import main
-from tcpstore_async.server.backends import BACKENDS
 
 NAME = "node7:4711"
 
 
-@pytest.fixture(params=BACKENDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with tcpstore_server("--backend", request.param) as server:
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with tcpstore_server() as server:
         yield server
 
 

@@ -12,27 +12,15 @@ import pytest
 
 from conformance import frames
 from conformance.frames import ping, set_, wait
-from faults.fault_helpers import get, num_keys, program, until
+from faults.fault_helpers import get, num_keys, until
 from support import RawPeer, Server, free_port, tcpstore_relay, tcpstore_server, torch_server
 
-# What stands for a server of ours that is older than links.
-_OLD_SERVER = """
-import sys
-from tcpstore_async.session import identity
-identity.EXTENSION = 3
-from tcpstore_async.cli import main
-main(["serve", "--port", sys.argv[1], "--backend", "threaded"])
-"""
 
-
-@pytest.fixture(scope="module", params=["libuv", "legacy", "old"])
+@pytest.fixture(scope="module", params=["libuv", "legacy", "threaded"])
 def server(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "old":
-        port = free_port()
-        with program(_OLD_SERVER, str(port)) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            yield port
+    if request.param == "threaded":
+        with tcpstore_server("--backend", "threaded") as ours:
+            yield ours.port
     else:
         with torch_server(request.param) as port:
             yield port
@@ -70,7 +58,7 @@ def test_a_rank_that_does_not_read_delays_nobody() -> None:
     port = free_port()
     with (
         tcpstore_relay(port) as relay,
-        program(_OLD_SERVER, str(port)),
+        tcpstore_server("--port", str(port), "--backend", "threaded"),
         RawPeer(relay.port) as rank,
         RawPeer(relay.port) as other,
     ):
@@ -106,17 +94,18 @@ def _answers(port: int) -> bool:
 def test_the_relay_finds_out_that_the_server_has_been_replaced() -> None:
     port = free_port()
     with tcpstore_relay(port) as relay:
-        with program(_OLD_SERVER, str(port)) as process, RawPeer(relay.port) as rank:
+        old = ("--port", str(port), "--backend", "threaded")
+        with tcpstore_server(*old) as server, RawPeer(relay.port) as rank:
             rank.ping()
             until(lambda: "does not support links" in relay.log(), "the relay says that there are no links")
-            process.kill()
-            process.wait()
+            server.process.kill()
+            server.process.wait()
             assert rank.closed()
         with tcpstore_server("--port", str(port)), RawPeer(relay.port) as rank:
             rank.send(ping(b"ping"))
             assert rank.read(4) == b"ping"
             until(lambda: "linked to" in relay.log(), "the relay has a link")
-        with program(_OLD_SERVER, str(port)):
+        with tcpstore_server(*old):
             until(lambda: _answers(relay.port), "the relay has given up the link, and those ranks with it")
             until(lambda: relay.log().count("does not support links") >= 2, "the relay says so again")
 

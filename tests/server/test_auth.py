@@ -30,7 +30,6 @@ from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import ConnectionDeniedError
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.wire.commands import SERVER_KEY
 
 KEYS = TokenKeys([("k1", b"a secret that nobody knows")])
@@ -69,10 +68,9 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(params=BACKENDS)
-def options(request: pytest.FixtureRequest, folder: Path) -> list[str]:
-    files = ["--token-keys", str(folder / "keys"), "--revoked-tokens", str(folder / "revoked")]
-    return ["--backend", request.param, *files]
+@pytest.fixture
+def options(folder: Path) -> list[str]:
+    return ["--token-keys", str(folder / "keys"), "--revoked-tokens", str(folder / "revoked")]
 
 
 @pytest.fixture

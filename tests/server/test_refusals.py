@@ -27,7 +27,7 @@ from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server import base
-from tcpstore_async.server.backends import BACKENDS, server_class
+from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import run
 from tcpstore_async.session.tls import MISMATCH
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -40,8 +40,8 @@ WRITE = set_(b"/k", b"v")
 TLS_REQUIRED = "the server requires TLS: use tcps://, or set TCPSTORE_TLS=1"
 
 
-@pytest.fixture(params=BACKENDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture
+def server() -> Iterator[Server]:
     """Of each test's own: a second refusal within a second is only counted."""
     with tempfile.TemporaryDirectory() as made:
         keys, revoked = Path(made, "keys"), Path(made, "revoked")
@@ -50,7 +50,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         revoked.write_text(f"{identity_of(REVOKED)}\n")
         files = ["--token-keys", str(keys), "--revoked-tokens", str(revoked), *certificates().serving(ca=True)]
         limit = ["--limit", "validate_seconds=2", "--admin", ""]  # nobody else looks in meanwhile, which is logged
-        with tcpstore_server("--backend", request.param, *files, "--require-auth=all", *limit) as found:
+        with tcpstore_server(*files, "--require-auth=all", *limit) as found:
             yield found
 
 
@@ -208,7 +208,6 @@ def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
     return struct.pack("<IIQQ", len(body), 0, number, 0) + body
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("shown", "reason"),
     [
@@ -221,14 +220,14 @@ def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
     ids=["no token", "a token"],
 )
 @pytest.mark.skipif(not _address(), reason="this host has loopback addresses only")
-def test_a_relay_that_claims_ranks_of_the_servers_host(backend: str, shown: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_relay_that_claims_ranks_of_the_servers_host(shown: bytes, reason: str, tmp_path: Path) -> None:
     """What a stranger says of its ranks' addresses opens nothing: not the link, nor what its token does not."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("k1:a secret that nobody knows\n")
     host = _address()
     rank = batch(1, (1, 1, struct.pack("<H", 4711) + b"127.0.0.1"), (0, 1, HANDSHAKE + WRITE))
-    options = ["--backend", backend, "--host", host, "--token-keys", str(keys), "--require-auth"]
+    options = ["--host", host, "--token-keys", str(keys), "--require-auth"]
     with tcpstore_server(*options) as server:
         with socket.create_connection((host, server.port), LIMIT) as stranger:
             stranger.sendall(HANDSHAKE + shown + link_frame(1) + rank)
@@ -244,11 +243,10 @@ def test_a_relay_that_claims_ranks_of_the_servers_host(backend: str, shown: byte
             assert reply.endswith(b"}" + u64(0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nobody_is_accepted_before_it_is_known_who_may(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_accepted_before_it_is_known_who_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads accept at once: whoever was waiting to be accepted must not have all rights for good."""
     required: list[str] = []
-    kind: Any = server_class(backend)
+    kind: Any = UvServer
     start = kind.start
 
     def noted(server: base.Server) -> None:
@@ -260,7 +258,7 @@ def test_nobody_is_accepted_before_it_is_known_who_may(backend: str, monkeypatch
     limits, ready = Limits(), lambda server: None
     asyncio.run(
         run(
-            "127.0.0.1", 0, None, backend=backend, limits=limits, grace=0, link_grace=1, ready=ready,
+            "127.0.0.1", 0, None, backend="uv", limits=limits, grace=0, link_grace=1, ready=ready,
             require_auth="all",
         )
     )  # fmt: skip
@@ -270,10 +268,9 @@ def test_nobody_is_accepted_before_it_is_known_who_may(backend: str, monkeypatch
 # Certificates and tokens together
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_certificate_is_enough_if_the_server_has_no_token_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_is_enough_if_the_server_has_no_token_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     known = certificates()
-    options = ["--backend", backend, *known.serving(ca=True), "--require-auth=all"]
+    options = [*known.serving(ca=True), "--require-auth=all"]
     with tcpstore_server(*options) as server:
         with RawPeer(server.port) as plain:
             plain.send(WRITE)
@@ -302,13 +299,12 @@ def test_a_certificate_is_enough_if_the_server_has_no_token_keys(backend: str, m
             TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_plain_connections_to_a_server_that_requires_tls(backend: str, tmp_path: Path) -> None:
+def test_plain_connections_to_a_server_that_requires_tls(tmp_path: Path) -> None:
     """They are closed at their first byte, from loopback too: no token is asked for; our clients say why at once."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("k1:a secret that nobody knows\n")
-    options = ["--backend", backend, "--token-keys", str(keys), *certificates().serving(), "--require-tls"]
+    options = ["--token-keys", str(keys), *certificates().serving(), "--require-tls"]
     with tcpstore_server(*options) as server, TlsPeer(server.port) as other:
         other.ping()
         here = []

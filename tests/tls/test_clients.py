@@ -25,21 +25,15 @@ from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.cli import main
 from tcpstore_async.client import background
 from tcpstore_async.client.tls import _pair
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import run_loop
 from tls.certificates import certificates
 
 pytestmark = pytest.mark.needs_proc
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def server(backend: str) -> Iterator[Server]:
-    with tcpstore_server("--backend", backend, *certificates().serving()) as running:
+def server() -> Iterator[Server]:
+    with tcpstore_server(*certificates().serving()) as running:
         yield running
 
 
@@ -216,7 +210,6 @@ both = pytest.mark.parametrize("error", [sync_error, async_error])
     ],
 )
 def test_refusals_are_final_and_say_why(
-    backend: str,
     error: Callable[..., str],
     pair: str,
     ca: str,
@@ -229,15 +222,15 @@ def test_refusals_are_final_and_say_why(
     own = None if client is None else getattr(known, client)
     use_tls(**{**known.environment(own), "TCPSTORE_CA": getattr(known, ca).ca})
     serving = known.serving(ca=True) if pair == "mutual" else known.serving(getattr(known, pair))
-    with tcpstore_server("--backend", backend, *serving) as server:
+    with tcpstore_server(*serving) as server:
         assert reason in error(server.port, timeout=-1)
 
 
 @both
-def test_a_server_without_tls(backend: str, error: Callable[..., str], use_tls: Callable[..., None]) -> None:
+def test_a_server_without_tls(error: Callable[..., str], use_tls: Callable[..., None]) -> None:
     """A server of ours says so, and the error comes at once; PyTorch's closes the connection, as if it were full."""
     use_tls()
-    with tcpstore_server("--backend", backend) as server:
+    with tcpstore_server() as server:
         assert error(server.port, timeout=-1).endswith("TLS handshake failed: the peer does not use TLS")
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=_close_all, args=(other,), daemon=True).start()
@@ -269,11 +262,11 @@ def test_files_that_are_missing(error: Callable[..., str], use_tls: Callable[...
     assert "cannot load /nonexistent/ca.pem: No such file or directory" in error(free_port())
 
 
-def test_mutual_tls(backend: str, use_tls: Callable[..., None]) -> None:
+def test_mutual_tls(use_tls: Callable[..., None]) -> None:
     known = certificates()
     use_tls(**known.environment(known.client))
     with (
-        tcpstore_server("--backend", backend, *known.serving(ca=True)) as server,
+        tcpstore_server(*known.serving(ca=True)) as server,
         TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
     ):
         assert store.add("counter", 1) == 1
@@ -381,10 +374,10 @@ def test_rendezvous(use_tls: Callable[..., None], monkeypatch: pytest.MonkeyPatc
             TCPStore("127.0.0.1", port, timeout=LIMIT, tls=True)
 
 
-def test_a_relay(backend: str) -> None:
+def test_a_relay() -> None:
     """Its ranks are stock clients: nothing of them crosses the network in clear text."""
     known = certificates()
-    with tcpstore_server("--backend", backend, *known.serving(ca=True)) as server:
+    with tcpstore_server(*known.serving(ca=True)) as server:
         url = f"tcps://127.0.0.1:{server.port}"
         with tcpstore_relay(url, env=known.environment(known.client)) as relay:
             with RawPeer(relay.port) as one, RawPeer(relay.port) as other:

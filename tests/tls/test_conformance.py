@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.script import Script
-from conformance.targets import OUR_SERVERS, Servers, SocketTarget, play, playable, servers
+from conformance.targets import OUR_SERVERS, Servers, SocketTarget, play, servers
 from conformance.test_vectors import SCRIPTS
 from tls.certificates import certificates
 from tls.peers import TlsPeer
@@ -26,20 +26,14 @@ class TlsTarget(SocketTarget):
         self._fence()
 
 
-@pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.exhaustive)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return playable(request.param)
-
-
 @pytest.fixture(scope="module")
-def tls_servers(backend: str) -> Iterator[Servers]:
-    with servers(TLS_SERVERS, backend, *certificates().server) as running:
+def tls_servers() -> Iterator[Servers]:
+    with servers(TLS_SERVERS, "uv", *certificates().server) as running:
         yield running
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_over_tls(script: Script, tls_servers: Servers, backend: str) -> None:
+def test_over_tls(script: Script, tls_servers: Servers) -> None:
     port = tls_servers.start()
-    threads_of = tls_servers.process.pid if backend == "threaded" else None
-    with TlsTarget(port, lambda: tls_servers.stop(port), threads_of) as target:
+    with TlsTarget(port, lambda: tls_servers.stop(port)) as target:
         play(script, target)

@@ -16,7 +16,6 @@ import pytest
 from client.test_sync import until
 from conformance.frames import get, ping, set_
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server
-from tcpstore_async.server.backends import BACKENDS
 from tls.certificates import certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import client_hello
@@ -24,9 +23,9 @@ from tls.test_server import client_hello
 HANDSHAKE_RECORD, ALERT, CHANGE_CIPHER_SPEC, DATA = 22, 21, 20, 23
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with tcpstore_server("--backend", request.param, *certificates().serving()) as found:
+    with tcpstore_server(*certificates().serving()) as found:
         yield found
 
 

@@ -22,7 +22,6 @@ from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import READ, Poller, Report
 from tcpstore_async.server.tls import MOST_HANDSHAKES, ServerTls, make_context
@@ -33,11 +32,6 @@ from tls.certificates import Pair, certificates
 from tls.peers import TlsPeer, context
 
 MIB = 1 << 20
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def refused(server: Server, using: ssl.SSLContext, host: str = "127.0.0.1") -> Exception:
@@ -63,8 +57,8 @@ def old_version() -> ssl.SSLContext:
     return using
 
 
-def test_plain_and_encrypted_peers_on_one_port(backend: str) -> None:
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server:
+def test_plain_and_encrypted_peers_on_one_port() -> None:
+    with tcpstore_server(*certificates().serving()) as server:
         with TlsPeer(server.port) as encrypted, RawPeer(server.port) as plain:
             for peer in (encrypted, plain, encrypted):
                 peer.ping()
@@ -85,9 +79,9 @@ def test_plain_and_encrypted_peers_on_one_port(backend: str) -> None:
     ],
     ids=["trusts another CA", "TLS 1.2", "no certificate", "of another CA", "expired"],
 )
-def test_a_peer_is_refused_with_one_line(backend: str, using: object, reason: str) -> None:
+def test_a_peer_is_refused_with_one_line(using: object, reason: str) -> None:
     assert callable(using)
-    with tcpstore_server("--backend", backend, *certificates().serving(ca=True)) as server:
+    with tcpstore_server(*certificates().serving(ca=True)) as server:
         refused(server, using())
         line = logged(server, "TLS handshake failed")
         assert "closed the connection from 127.0.0.1:" in line
@@ -96,8 +90,8 @@ def test_a_peer_is_refused_with_one_line(backend: str, using: object, reason: st
             peer.ping()
 
 
-def test_what_is_no_tls(backend: str) -> None:
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server:
+def test_what_is_no_tls() -> None:
+    with tcpstore_server(*certificates().serving()) as server:
         with RawPeer(server.port, validate=False) as peer:
             peer.send(b"\x16" + b"GET / HTTP/1.1\r\n\r\n")
             while peer.socket.recv(100):  # an alert
@@ -105,15 +99,15 @@ def test_what_is_no_tls(backend: str) -> None:
         assert "the peer sent something that is not TLS" in logged(server, "TLS handshake failed")
 
 
-def test_a_server_without_tls(backend: str) -> None:
-    with tcpstore_server("--backend", backend) as server:
+def test_a_server_without_tls() -> None:
+    with tcpstore_server() as server:
         refused(server, context())
         assert "it began a TLS handshake, but this server does not use TLS" in logged(server, "closed the connection")
 
 
-def test_a_peer_that_ends_in_the_handshake_is_no_news(backend: str) -> None:
+def test_a_peer_that_ends_in_the_handshake_is_no_news() -> None:
     """A scan of ports, say."""
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server:
+    with tcpstore_server(*certificates().serving()) as server:
         with RawPeer(server.port, validate=False) as peer:
             peer.send(b"\x16\x03\x01")
         with TlsPeer(server.port) as other:
@@ -157,8 +151,8 @@ def test_handshakes_that_stop_are_bounded() -> None:
         logged(server, f"too many TLS handshakes under way (max {MOST_HANDSHAKES})")
 
 
-def test_a_handshake_byte_by_byte_has_the_time_limit(backend: str) -> None:
-    options = ["--backend", backend, "--limit", "validate_seconds=1", *certificates().serving()]
+def test_a_handshake_byte_by_byte_has_the_time_limit() -> None:
+    options = ["--limit", "validate_seconds=1", *certificates().serving()]
     with tcpstore_server(*options) as server, RawPeer(server.port, validate=False) as peer:
         for byte in client_hello()[:-1]:
             peer.send(bytes([byte]))
@@ -166,16 +160,16 @@ def test_a_handshake_byte_by_byte_has_the_time_limit(backend: str) -> None:
         logged(server, "TLS handshake not finished within 1 s")
 
 
-def test_who_has_to_use_tls_and_sends_nothing_has_not_finished_the_handshake(backend: str) -> None:
-    options = ["--backend", backend, "--limit", "validate_seconds=1", *certificates().serving(), "--require-tls"]
+def test_who_has_to_use_tls_and_sends_nothing_has_not_finished_the_handshake() -> None:
+    options = ["--limit", "validate_seconds=1", *certificates().serving(), "--require-tls"]
     with tcpstore_server(*options) as server, RawPeer(server.port, validate=False) as peer:
         assert peer.closed()
         logged(server, "TLS handshake not finished within 1 s")
 
 
-def test_a_slow_handshake_succeeds(backend: str) -> None:
+def test_a_slow_handshake_succeeds() -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(tcpstore_server("--backend", backend, *certificates().serving()))
+        server = stack.enter_context(tcpstore_server(*certificates().serving()))
         with (
             TlsPeer(server.port, using=context()) as quick,
             socket.create_connection(("127.0.0.1", server.port), LIMIT) as slow,
@@ -199,10 +193,10 @@ def test_a_slow_handshake_succeeds(backend: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 16_385, MIB], ids=str)
-def test_a_large_value_both_ways(backend: str, cut: int) -> None:
+def test_a_large_value_both_ways(cut: int) -> None:
     size = 3 * MIB + 1 if cut > 1 else 3000
     value = os.urandom(size)
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server, TlsPeer(server.port) as peer:
+    with tcpstore_server(*certificates().serving()) as server, TlsPeer(server.port) as peer:
         request = b"\x01" + blob(b"/large") + blob(value)
         for at in range(0, len(request), cut):
             peer.send(request[at : at + cut])
@@ -233,11 +227,11 @@ def most_memory(server: Server) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_a_peer_that_reads_nothing_is_not_read_from(backend: str) -> None:
+def test_a_peer_that_reads_nothing_is_not_read_from() -> None:
     """Unsent bytes count as those of plain connections do, and come when the peer reads."""
     size = 4 * MIB
     count = 40
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server, TlsPeer(server.port) as peer:
+    with tcpstore_server(*certificates().serving()) as server, TlsPeer(server.port) as peer:
         value = os.urandom(size)
         peer.send(b"\x01" + blob(b"/large") + blob(value))
         peer.send(get(b"/large") * count)
@@ -261,12 +255,12 @@ def serial(port: int, own: Pair | None = None) -> int:
         return int(str(found["serialNumber"]), 16)
 
 
-def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
+def test_reload_on_sighup(tmp_path: Path) -> None:
     known = certificates()
     pair = Pair(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
     Path(pair.key).touch(0o600)
     replace(pair, known.server)
-    with tcpstore_server("--backend", backend, *known.serving(pair)) as server, TlsPeer(server.port) as before:
+    with tcpstore_server(*known.serving(pair)) as server, TlsPeer(server.port) as before:
         first = serial(server.port)
         replace(pair, known.renewed)
         assert serial(server.port) == first
@@ -282,17 +276,17 @@ def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
         before.ping()
 
 
-def test_sigterm_drains(backend: str) -> None:
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server, TlsPeer(server.port) as peer:
+def test_sigterm_drains() -> None:
+    with tcpstore_server(*certificates().serving()) as server, TlsPeer(server.port) as peer:
         server.process.send_signal(signal.SIGTERM)
         peer.ping()
         peer.close()
         assert server.process.wait(LIMIT) == 0
 
 
-def test_the_server_says_goodbye(backend: str) -> None:
+def test_the_server_says_goodbye() -> None:
     """A TLS client that insists on close_notify does not take the end for an attack."""
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server:
+    with tcpstore_server(*certificates().serving()) as server:
         plain = socket.create_connection(("127.0.0.1", server.port), LIMIT)
         with context().wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=False) as tls:
             tls.sendall(b"\xff")

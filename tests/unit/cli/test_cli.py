@@ -342,6 +342,16 @@ def test_bad_options(options: list[str]) -> None:
     usage_error(*options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--tls-cert", "c", "--tls-key", "k"], ["--token-keys", "keys"], ["--link-grace", "30"]],
+    ids=" ".join,
+)
+def test_the_threaded_backend_serves_nothing_in_the_clear_instead(options: list[str]) -> None:
+    said = usage_error("--backend", "threaded", *options)
+    assert f"has no TLS, tokens or links: leave out {options[0]}." in said
+
+
 def test_bad_options_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, "--port", "many"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (2, "")
