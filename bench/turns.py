@@ -40,9 +40,10 @@ from tcpstore_async.observe.history import History
 from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.identity import build
 from tcpstore_async.session.peer import Peer
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import PORTION
 from tcpstore_async.session.store import Store as Engine
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 from tcpstore_async.wire.values import pack

@@ -13,8 +13,9 @@ import msgspec
 
 from ..base.errors import ProtocolError
 from ..keyspace.waiter_types import IDLE
-from ..session.server import ServerSession, Transport
+from ..session.server import ServerSession
 from ..session.store import PORTION, Store
+from ..session.transport import Transport
 from ..wire.link import (
     GOING_AWAY,
     LINK,

@@ -11,9 +11,10 @@ from math import inf
 from typing import Final
 
 from ..base.errors import PeerError, ProtocolError
-from ..session.server import ServerSession, Transport
+from ..session.server import ServerSession
 from ..session.slots import NO_COMMANDS
 from ..session.store import Store
+from ..session.transport import Transport
 from ..session.unsent import first_bytes
 from ..wire.link import (
     CLOSE,

@@ -13,8 +13,9 @@ from typing import Final
 
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..session.budget import SESSION_BYTES, Holder
-from ..session.server import Keeper, ServerSession, Transport
+from ..session.server import ServerSession
 from ..session.store import Store
+from ..session.transport import Keeper, Transport
 from ..session.unsent import Unsent
 from ..wire.values import Framed, length
 from .passed_over import PassedOver

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from ..session.server import ServerSession, Transport
+from ..session.server import ServerSession
 from ..session.store import PORTION, Store
+from ..session.transport import Transport
 
 _CLOSING: Final = 8
 """A session is closed in the time in which so many frames are handled."""

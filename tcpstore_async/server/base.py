@@ -26,10 +26,11 @@ from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
-from ..session.peer import Peer
-from ..session.server import ServerSession, Transport, latecomers
+from ..session.peer import Peer, latecomers
+from ..session.server import ServerSession
 from ..session.store import Store
 from ..session.tls import TlsError
+from ..session.transport import Transport
 from .audit import AuditLog
 from .features import attach_features
 from .listen_socket import reserve_connections

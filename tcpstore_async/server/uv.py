@@ -18,8 +18,8 @@ from typing import Any, Final
 from ..base.errors import PeerError
 from ..base.limits import Limits
 from ..session.named_stores import NamedStore
-from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
+from ..session.transport import Transport
 from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base

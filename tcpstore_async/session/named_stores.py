@@ -42,8 +42,9 @@ from .identity import (
 )
 from .observer import NEVER
 from .peer import printable
-from .server import ServerSession, Transport
+from .server import ServerSession
 from .store import EvictSessions, Store
+from .transport import Transport
 
 _MAX_ENTER: Final = 4096
 """Bytes of all items."""

@@ -5,6 +5,7 @@ What it does with bytes is not known here; `server.py` knows.
 Invariant: what is counted in the budget for an introduction is what `introduction_bytes` returns.
 """
 
+from collections.abc import Sequence
 from sys import getsizeof
 from typing import Final
 
@@ -134,6 +135,15 @@ class Peer(Holder):
         if not peer:
             return 0
         return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
+
+
+def latecomers(sessions: Sequence[Peer], complete: float) -> list[Peer]:
+    """Return the sessions connected after the world was complete: they belong to the next round.
+
+    A peer that was connected before, judged by host and process, keeps its later connections too.
+    """
+    early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
+    return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
 
 
 def printable(raw: bytes) -> str:

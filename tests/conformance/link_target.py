@@ -14,8 +14,8 @@ from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.server import Transport
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES
 
 

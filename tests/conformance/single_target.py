@@ -14,8 +14,8 @@ from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.server import Transport
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.commands import BY_METHOD, MAGIC
 from tcpstore_async.wire.values import Framed, length
 

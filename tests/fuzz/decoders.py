@@ -35,9 +35,10 @@ from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.auth import ALL
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_auth_reply, read_identity
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.session.tls import MISMATCH, TlsError, TlsStream
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore

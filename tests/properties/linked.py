@@ -33,8 +33,9 @@ from tcpstore_async.links.link import LinkReply
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command

@@ -28,8 +28,9 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import NotAllowedError, ProtocolError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 
 TOKEN = Access("t", max_keys=10, max_bytes=100_000)
 

@@ -32,8 +32,9 @@ from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.budget import SESSION_BYTES
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import (
     CLOSE,
     END_OF_FILE,

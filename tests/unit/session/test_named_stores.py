@@ -39,8 +39,9 @@ from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.identity import MAX_ADDRESSES, identity, read_identity
 from tcpstore_async.session.named_stores import PORT_BYTES, NamedStore, NamedStores, StoreEnded
 from tcpstore_async.session.peer import Peer
-from tcpstore_async.session.server import ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.commands import SERVER_KEY
 from tcpstore_async.wire.values import unpack
 
