@@ -281,7 +281,7 @@ async def server(budget: int, backend: str) -> None:
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
         engine = served.engine
-        engine.authenticate = lambda token: Access("t", prefix="job/", max_keys=10**9, max_bytes=10**12)
+        engine.hub.auth.authenticate = lambda token: Access("t", prefix="job/", max_keys=10**9, max_bytes=10**12)
         if engine.observer is None:
             engine.observe(History(engine))  # as for an admin socket
 

@@ -33,7 +33,8 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import BY_METHOD
 from tcpstore_async.wire.values import pack
 
@@ -101,7 +102,7 @@ def codec(method: str) -> Row:
 
 def session(method: str, cut: int = 0) -> Row:
     """`cut`: bytes of each chunk of the request; 0: one chunk."""
-    engine = Engine(LIMITS)
+    engine = Store(LIMITS)
     one = ServerSession(engine, None, "host", 1, 0.0)
     one.receive(ClientSession().hello(1)[0] + request("multi_set") + request("set"))
     data = request(method)

@@ -37,7 +37,8 @@ from tcpstore_async.serving import build, tune_gc
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 COUNTS = {"memory": 2000, "sockets": 250, "process": 60}
 """Stores in one measurement."""
@@ -69,7 +70,7 @@ class Engines:
     """An engine and its sessions, as `tcpstore serve` has them, observed by an admin socket or not."""
 
     def __init__(self, observed: bool) -> None:
-        self.engine = Engine(Limits())
+        self.engine = Store(Limits())
         self.engine.identify(identity("0123456789abcdef", "uv"))
         self.named = NamedStores(self.engine, "0123456789abcdef")
         if observed:

@@ -39,7 +39,11 @@ from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.observe.history import History
 from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.identity import build
-from tcpstore_async.session.server import PORTION, Engine, ServerSession, Transport
+from tcpstore_async.session.peer import Peer
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import PORTION
+from tcpstore_async.session.store import Store as Engine
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 from tcpstore_async.wire.values import pack
@@ -134,22 +138,22 @@ class Loop:
             self.disconnect(session)
 
     def finish(self, session: ServerSession) -> None:
-        while session.stalled() or self.engine.keyspace.work or self.engine.pending_flush:
+        while session.stalled() or self.engine.keyspace.work or self.engine.hub.pending_flush:
             if session.stalled():
                 self.step(session.receive, b"")
             if self.engine.keyspace.work:
                 self.step(self.engine.keyspace.step)
             self.flush([session])
-            pending_flush = self.engine.pending_flush
+            pending_flush = self.engine.hub.pending_flush
             while pending_flush:
                 batch = pending_flush[-_FLUSHES:]
                 del pending_flush[-_FLUSHES:]
                 self.flush(batch)
 
-    def flush(self, sessions: Sequence[ServerSession]) -> None:
+    def flush(self, sessions: Sequence[Peer]) -> None:
         self.step(self._flush, sessions)
 
-    def _flush(self, sessions: Sequence[ServerSession]) -> None:
+    def _flush(self, sessions: Sequence[Peer]) -> None:
         for session in sessions:
             if session.out:
                 if len(session.out) == 1:
@@ -205,7 +209,7 @@ def sending(request: bytes, *before: bytes) -> Case:
 
 def authenticated(loop: Loop) -> None:
     keys = TokenKeys([(f"k{number}", b"a secret") for number in range(64)])
-    loop.engine.authenticate = lambda token: keys.check(token, 0.0)
+    loop.engine.hub.auth.authenticate = lambda token: keys.check(token, 0.0)
     loop.send(frame("auth", pack(b"x" * MAX_TOKEN)))
 
 
@@ -302,7 +306,7 @@ def revoked(loop: Loop) -> None:
         session.grant_access(access)
     gc.collect()
     gc.freeze()
-    loop.step(loop.engine.end_invalid, lambda access: "revoked")
+    loop.step(loop.engine.hub.end_invalid, lambda access: "revoked")
     close_evicted(loop)
 
 
@@ -310,11 +314,11 @@ def close_evicted(loop: Loop) -> None:
     """Do what is left for later, and close evicted sessions."""
     while loop.engine.keyspace.work:
         loop.step(loop.engine.keyspace.step)
-        evicted = list(loop.engine.evicted)
-        loop.engine.evicted.clear()
+        evicted = list(loop.engine.hub.evicted)
+        loop.engine.hub.evicted.clear()
         for session in evicted:
             loop.step(session.leave)
-        loop.engine.pending_flush.clear()
+        loop.engine.hub.pending_flush.clear()
 
 
 class _Broken(Transport):

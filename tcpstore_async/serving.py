@@ -97,8 +97,8 @@ async def serve(
     with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)
         server = make_server(backend, listening, limits or Limits(), tls)
-        server.engine.authenticate = None if tokens is None else tokens.authenticate
-        server.engine.require_auth = require_auth
+        server.engine.hub.auth.authenticate = None if tokens is None else tokens.authenticate
+        server.engine.hub.auth.require_auth = require_auth
         server.ports.numbers = store_ports
         with closed_in_children(server):
             try:

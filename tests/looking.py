@@ -17,7 +17,8 @@ from tcpstore_async.observe.history import History
 from tcpstore_async.observe.inspection import Inspection
 from tcpstore_async.observe.missing import Questions
 from tcpstore_async.observe.missing_reply import Report, decode_report
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 
 class World:
@@ -25,11 +26,11 @@ class World:
 
     def __init__(self, most_bytes: int = 2**30) -> None:
         """`most_bytes` may be counted for the history."""
-        self.engine = Engine(Limits())
+        self.engine = Store(Limits())
         self.history = History(self.engine, most_bytes)
         self.engine.observe(self.history)
         self.questions = Questions(self.engine)
-        self.engine.register("missing", lambda _: self.questions.ask)
+        self.engine.hub.register("missing", lambda _: self.questions.ask)
         self.sessions: dict[int, ServerSession] = {}
 
     def connect(self, client: int, *, pid: int | None = None, host: str = "10.0.0.1", joins: bool = True) -> None:

@@ -29,7 +29,7 @@ from tcpstore_async.observe.history import _NO_VALUES, History
 from tcpstore_async.server.features import attach_features
 from tcpstore_async.session import identity
 from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store as Engine
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
 from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, EXTENSION, MAGIC, Command, Flag

@@ -26,7 +26,9 @@ from bench.scale.start import Action, Pattern, Traffic, in_order_of_arrival, pla
 from tcpstore_async.base.errors import LimitError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.serving import build, tune_gc
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.peer import Peer
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.tools.load.generator import LoadError, late
 from tcpstore_async.tools.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
 from tcpstore_async.wire.values import pack
@@ -85,7 +87,7 @@ class Sessions:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.engine = Engine(Limits(budget_bytes=1 << 40))
+        self.engine = Store(Limits(budget_bytes=1 << 40))
         self.sessions: list[ServerSession] = []
 
     def connected(self, number: int) -> ServerSession:
@@ -109,11 +111,11 @@ class Sessions:
     def flush_woken(self, expected: int) -> None:
         """Take what was written to woken sessions, as a server does; exit if not so many were woken."""
         self.finish()
-        woken = len(self.engine.pending_flush)
-        for session in self.engine.pending_flush:
+        woken = len(self.engine.hub.pending_flush)
+        for session in self.engine.hub.pending_flush:
             session.unsent = 0
             session.out.clear()
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
         if woken != expected:
             raise SystemExit(f"{woken} ranks were woken instead of {expected}")
 
@@ -169,7 +171,7 @@ class Ranks:
     """The ranks of one job, at their positions in what they send, and the engine that serves them."""
 
     def __init__(self, plan: Traffic, ranks: int) -> None:
-        self.engine = Engine(Limits())
+        self.engine = Store(Limits())
         self.ranks = ranks
         self.sessions: list[ServerSession | None] = [None] * ranks
         self.parked = 0
@@ -254,25 +256,27 @@ class Ranks:
         self.wall += (ended.wall - copied.wall) - (copied.wall - began.wall)
         self.cpu += (ended.cpu - copied.cpu) - (copied.cpu - began.cpu)
         self.copy_cpu += copied.cpu - began.cpu
-        if engine.evicted:
-            raise SystemExit(f"a limit was reached: {next(iter(engine.evicted.values()))}")
+        if engine.hub.evicted:
+            raise SystemExit(f"a limit was reached: {next(iter(engine.hub.evicted.values()))}")
 
     def _collect(self, batch: list[int]) -> list[int]:
         """Take the replies to these ranks and to those that were woken; return the ranks that have theirs."""
-        sessions = {rank: session for rank in batch if (session := self.sessions[rank]) is not None and session.out}
+        sessions: dict[int, Peer] = {
+            rank: session for rank in batch if (session := self.sessions[rank]) is not None and session.out
+        }
         sessions.update(
-            {rank: session for session in self.engine.pending_flush if isinstance(rank := session.owner, int)}
+            {rank: session for session in self.engine.hub.pending_flush if isinstance(rank := session.owner, int)}
         )
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
         began = time.process_time()
         replies = [bytearray().join(session.out) for session in sessions.values()]  # joining bytes may copy nothing
         self.copy_cpu += time.process_time() - began
-        for (rank, session), reply in zip(sessions.items(), replies, strict=True):
+        for (rank, peer), reply in zip(sessions.items(), replies, strict=True):
             action = self._awaited[rank]
             if action is None or len(reply) != action.reply_bytes or (action.reply and reply != action.reply):
                 raise SystemExit(f"rank {rank} got a wrong reply: {bytes(reply[:32])!r}")
-            session.unsent = 0
-            session.out.clear()
+            peer.unsent = 0
+            peer.out.clear()
             self._awaited[rank] = None
         self._waiting -= len(sessions)
         self.parked = max(self.parked, self._waiting)

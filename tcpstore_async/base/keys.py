@@ -15,6 +15,15 @@ BARRIER_MEMBERS: Final = b"/num_members"
 BARRIER_LAST: Final = b"/last_member"
 """Suffix of the key that opens a barrier over keys, as in PyTorch."""
 
+GROUP_BARRIER: Final = b"store_based_barrier_key:"
+"""Part of the counter of PyTorch's barrier of a process group."""
+
+GROUP_BARRIER_LAST: Final = b":last_worker"
+"""Suffix of the key that opens such a barrier."""
+
+COLLECTIVE_LAST: Final = b"/last_members"
+"""Suffix of the key that opens a barrier of `StoreCollectives`, ours or PyTorch's."""
+
 
 def stored_key(key: object) -> bytes:
     """Return the stored form of a caller's key. Raises TypeError."""

@@ -15,7 +15,7 @@ from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
 from ..serving import build, run, run_loop, serve_owner
-from ..session.server import ALL, REMOTE
+from ..session.auth import ALL, REMOTE
 from .listen import (
     Where,
     grace_option,

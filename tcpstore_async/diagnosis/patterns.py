@@ -6,8 +6,7 @@ Knows how PyTorch, gloo and NCCL name keys, in their stored form. Must not know 
 import re
 from typing import Final
 
-from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
-from ..observe.history import COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
+from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS, COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
 from ..observe.similar_keys import Family
 from ..wire.commands import WORKERS_KEY
 

@@ -13,7 +13,9 @@ import msgspec
 
 from ..base.errors import ProtocolError
 from ..keyspace.waiter_types import IDLE
-from ..session.server import PORTION, Engine, ServerSession, Transport
+from ..session.server import ServerSession
+from ..session.store import PORTION, Store
+from ..session.transport import Transport
 from ..wire.link import (
     GOING_AWAY,
     LINK,
@@ -35,7 +37,7 @@ class LinkRegistry(LinkWork):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Store,
         instance: str,
         grace: float,
         keep_alive: float = 5.0,
@@ -54,8 +56,8 @@ class LinkRegistry(LinkWork):
         self.attaching: dict[ServerSession, SingleLink] = {}
         """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
         if offered:
-            engine.register("link", lambda store: self.open)
-            engine.register("taken", lambda store: _taken)
+            engine.hub.register("link", lambda store: self.open)
+            engine.hub.register("taken", lambda store: _taken)
 
     # LINK
 
@@ -101,7 +103,7 @@ class LinkRegistry(LinkWork):
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
-        access = self.engine.granted.get(carrier)
+        access = self.engine.hub.auth.granted.get(carrier)
         seat = ("" if access is None else access.identity, place)
         other = self.places.get(seat)
         if other is not None:
@@ -110,7 +112,7 @@ class LinkRegistry(LinkWork):
             return self._reply(LINK_REFUSED, 0, f"link limit {len(self.links)} reached (the `links` limit)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         link.attempt = attempt
-        link.granted = carrier in self.engine.granted
+        link.granted = carrier in self.engine.hub.auth.granted
         link.access = access
         link.seat = seat
         if place:
@@ -122,7 +124,7 @@ class LinkRegistry(LinkWork):
 
     def _same_access(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
         """Return whether a connection has authenticated as the one did that made the link."""
-        granted = self.engine.granted
+        granted = self.engine.hub.auth.granted
         if isinstance(known, SingleLink):
             was, access = known.session in granted, granted.get(known.session)
         else:
@@ -130,7 +132,7 @@ class LinkRegistry(LinkWork):
         return was == (carrier in granted) and access == granted.get(carrier)
 
     def make_way(self, session: ServerSession) -> None:
-        usage = self.engine.usage_of(session)
+        usage = self.engine.hub.auth.usage_of(session)
         if usage is None:
             return
         while usage.suspended and 0 < usage.max_sessions < len(usage.sessions):
@@ -189,7 +191,7 @@ class LinkRegistry(LinkWork):
         link.attempt = attempt
         status = RESUMED if said.get(b"instance") else NEW
         self.attaching[carrier] = link
-        engine.pending_flush.append(carrier)
+        engine.hub.pending_flush.append(carrier)
         return self._reply(status, link.received)
 
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
@@ -233,7 +235,7 @@ class LinkRegistry(LinkWork):
                 link.note()
 
     def close_all(self) -> None:
-        """End all links, at once: the server stops. Their last frames are in `Engine.pending_flush`'s sessions."""
+        """End all links, at once: the server stops. Their last frames are in `Store.pending_flush`'s sessions."""
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):

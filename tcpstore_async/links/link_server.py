@@ -17,7 +17,8 @@ from ..base.addresses import format_address, is_loopback
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES, Holder
-from ..session.server import ServerSession, printable
+from ..session.peer import printable
+from ..session.server import ServerSession
 from ..wire.codecs import Handler, PartialRequest
 from ..wire.link import (
     CLOSE,
@@ -67,7 +68,7 @@ class LinkInput(PartialRequest):
         except PeerError as error:
             link.end(str(error))
             raise
-        evicted = self.carrier.engine.evicted
+        evicted = self.carrier.engine.hub.evicted
         if evicted:
             refusal = evicted.get(self.carrier)
             try:
@@ -210,7 +211,7 @@ class ServerLink(SharedLink):
             self.add(CLOSE, LINK, LOST)
             self._move_out(carrier)
             if self._release_carrier() is not None:
-                self.registry.engine.pending_flush.append(carrier)
+                self.registry.engine.hub.pending_flush.append(carrier)
         self.end("the server is stopping")
 
     # In
@@ -275,7 +276,7 @@ class ServerLink(SharedLink):
             if registry.on_refused is not None and not registry.stopping:
                 registry.on_refused(host, port)
             return
-        crowded = engine.crowded(self.access)
+        crowded = engine.hub.auth.crowded(self.access)
         if crowded:
             registry.refuse(self.host, format_address(host, port), crowded)
             self.add(CLOSE, session, REFUSED)
@@ -347,7 +348,7 @@ class ServerLink(SharedLink):
             self.close_batch()
             self._count()
         elif self._move_out(carrier):
-            self.registry.engine.pending_flush.append(carrier)
+            self.registry.engine.hub.pending_flush.append(carrier)
         return count
 
     def _move_out(self, carrier: ServerSession) -> bool:

@@ -11,7 +11,10 @@ from math import inf
 from typing import Final
 
 from ..base.errors import PeerError, ProtocolError
-from ..session.server import NO_COMMANDS, Engine, ServerSession, Transport
+from ..session.server import ServerSession
+from ..session.slots import NO_COMMANDS
+from ..session.store import Store
+from ..session.transport import Transport
 from ..session.unsent import first_bytes
 from ..wire.link import (
     CLOSE,
@@ -63,7 +66,7 @@ class SharedLink(Link):
 class LinkedSession(Transport):
     """Moves the bytes of one session on a link, as far as there is credit for them."""
 
-    def __init__(self, engine: Engine, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
+    def __init__(self, engine: Store, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
         self.credit: int = REPLY_CREDIT_BYTES
@@ -83,7 +86,7 @@ class LinkedSession(Transport):
         self.closed = False
         super().__init__(engine, host, port, now)
 
-    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+    def pass_over(self, engine: Store, queue: bytes) -> bool:
         return self.link.passed.pass_over(engine, queue)
 
     def awaited_since(self) -> float:
@@ -206,7 +209,7 @@ class LinkedSession(Transport):
             return
         size = session.unsent
         link = self.link
-        evicted = session.engine.evicted
+        evicted = session.engine.hub.evicted
         if link.over or (evicted and session in evicted):
             session.unsent -= length(out)
         elif session.backlog is not None:
@@ -225,7 +228,7 @@ class LinkedSession(Transport):
     def wake(self, reply: bytes) -> bool:
         session = self.session
         link = self.link
-        if session.unsent or len(reply) > self.credit or link.over or session.engine.evicted or not link.has_room():
+        if session.unsent or len(reply) > self.credit or link.over or session.engine.hub.evicted or not link.has_room():
             return False
         self.credit -= len(reply)
         link.add_data(self.number, reply)

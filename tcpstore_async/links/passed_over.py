@@ -6,7 +6,7 @@ Invariant: no item is offered to a session that nobody may come back for, and no
 from itertools import islice
 from typing import Final
 
-from ..session.server import Engine
+from ..session.store import Store
 from .work import LinkWork
 
 _PASSED_SHIFT: Final = 4
@@ -20,10 +20,10 @@ class PassedOver:
         self.registry = registry
         self.connected = False
         """Whether the link has a connection."""
-        self.queues: dict[tuple[Engine, bytes], None] = {}
+        self.queues: dict[tuple[Store, bytes], None] = {}
         """Each with the engine of its store."""
 
-    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+    def pass_over(self, engine: Store, queue: bytes) -> bool:
         """Return whether no item of a queue must be offered to a session now; see `Waiter.pass_over`."""
         if self.connected:
             return False

@@ -13,7 +13,9 @@ from typing import Final
 
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..session.budget import SESSION_BYTES, Holder
-from ..session.server import Engine, Keeper, ServerSession, Transport
+from ..session.server import ServerSession
+from ..session.store import Store
+from ..session.transport import Keeper, Transport
 from ..session.unsent import Unsent
 from ..wire.values import Framed, length
 from .passed_over import PassedOver
@@ -135,7 +137,7 @@ class SingleLink(Keeper):
         self._lost = registry.time()
         registry.suspended[self.identity] = True
         self._count_suspended(True)
-        if session in registry.engine.evicted or registry.stopping:
+        if session in registry.engine.hub.evicted or registry.stopping:
             self.end("")
             return
         registry.expect_ticks()
@@ -143,7 +145,7 @@ class SingleLink(Keeper):
 
     def _count_suspended(self, suspended: bool) -> None:
         """Let the session count among those of its token that have no connection, or no longer."""
-        usage = self.registry.engine.usage_of(self.session)
+        usage = self.registry.engine.hub.auth.usage_of(self.session)
         if usage is None:
             return
         if suspended:
@@ -162,7 +164,7 @@ class SingleLink(Keeper):
     def awaited_since(self) -> float:
         return inf  # of its session, it is the transport only without a connection
 
-    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+    def pass_over(self, engine: Store, queue: bytes) -> bool:
         return self._passed.pass_over(engine, queue)
 
     # Replies

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from ..session.server import PORTION, Engine, ServerSession, Transport
+from ..session.server import ServerSession
+from ..session.store import PORTION, Store
+from ..session.transport import Transport
 
 _CLOSING: Final = 8
 """A session is closed in the time in which so many frames are handled."""
@@ -25,7 +27,7 @@ _LINKS: Final = 256
 class LinkWork:
     """What one link knows of the others: the base class of `LinkRegistry`."""
 
-    def __init__(self, engine: Engine, grace: float, keep_alive: float = 5.0, portion: int = PORTION) -> None:
+    def __init__(self, engine: Store, grace: float, keep_alive: float = 5.0, portion: int = PORTION) -> None:
         """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""
         self.engine = engine
         self.portion = portion
@@ -139,7 +141,7 @@ class LinkWork:
     def work(self) -> bool:
         """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
 
-        Sessions that this gave output to are in `Engine.pending_flush`.
+        Sessions that this gave output to are in `Store.pending_flush`.
         """
         while self._to_close:
             owner = self._to_close.pop().owner

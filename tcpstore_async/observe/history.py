@@ -1,6 +1,6 @@
 """What a server remembers of its sessions for those who look into it: who wrote which key, who has come to a barrier.
 
-An engine that is observed (`Engine.observe`) reports each command that writes. When a session was last heard, whether
+An engine that is observed (`Store.observe`) reports each command that writes. When a session was last heard, whether
 it has joined and which BARRIER it is in, the session itself knows; the history keeps it of those who leave. This module
 knows commands by the names of their methods, and must not know sockets, nor what is stored. It reads no clock: whoever
 runs the server sets `now`.
@@ -13,23 +13,16 @@ more. A session that has left and is named by what is remembered is counted, too
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS
+from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS, COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
 from ..keyspace.steps import DeferredWork, FreeDict
 from ..session.budget import Holder
 from ..session.observer import NEVER, Observer
-from ..session.server import Engine, ServerSession
+from ..session.peer import Peer
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..wire.codecs import Handler
 from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
 from ..wire.values import Framed
-
-GROUP_BARRIER: Final = b"store_based_barrier_key:"
-"""Part of the counter of PyTorch's barrier of a process group."""
-
-GROUP_BARRIER_LAST: Final = b":last_worker"
-"""Suffix of the key that opens such a barrier."""
-
-COLLECTIVE_LAST: Final = b"/last_members"
-"""Suffix of the key that opens a barrier of `StoreCollectives`, ours or PyTorch's."""
 
 MOST_BYTES: Final = 256 * 1024 * 1024
 _SHARE: Final = 32
@@ -95,7 +88,7 @@ class Write:
 
     def __init__(self, key: bytes, at: float) -> None:
         self.key: bytes = key
-        self.by: ServerSession | None = None
+        self.by: Peer | None = None
         """Who wrote it, which may have left."""
         self.at: float = at
         """In seconds of the server's clock."""
@@ -110,7 +103,7 @@ _NOTHING: Final = Write(b"", NEVER)
 class History(Observer):
     """What is remembered of the sessions of one engine."""
 
-    def __init__(self, engine: Engine, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
+    def __init__(self, engine: Store, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
         """`most_bytes` may be counted for it in the budget, and no more than its share.
 
         Serial numbers of sessions begin after `last_serial`.
@@ -179,7 +172,7 @@ class History(Observer):
         write = self._young.get(key)
         return self._old.get(key) if write is None else write
 
-    def serial(self, session: ServerSession) -> int:
+    def serial(self, session: Peer) -> int:
         """Return the serial number of a session, which no other one of this engine ever has."""
         if session.serial == 0:
             self._last_serial += 1
@@ -435,7 +428,7 @@ class History(Observer):
             self._count(size)
         return barrier
 
-    def _enter(self, barrier: Barrier | None, session: ServerSession) -> None:
+    def _enter(self, barrier: Barrier | None, session: Peer) -> None:
         """Note that a session has come to a barrier."""
         if barrier is None or self._in_barriers + _MEMBER_BYTES > self._most_in_barriers:
             return
@@ -470,7 +463,7 @@ class History(Observer):
             write.barrier = None
 
 
-def history_of(engine: Engine) -> History | None:
+def history_of(engine: Store) -> History | None:
     """Return what is remembered of the sessions of an engine, if it is observed."""
     observer = engine.observer
     return observer if isinstance(observer, History) else None

@@ -18,7 +18,9 @@ from ..links.link_server import LinkInput
 from ..links.linked_session import LinkedSession
 from ..session.named_stores import NamedStore, NamedStores
 from ..session.observer import NEVER
-from ..session.server import NO_PID, Engine, ServerSession
+from ..session.peer import NO_PID, Peer
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..wire.values import read_length
 from .history import History, history_of
 
@@ -44,7 +46,7 @@ class Inspection:
     """One look at an engine, that of one store of a server, and its history."""
 
     def __init__(
-        self, engine: Engine, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
+        self, engine: Store, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
     ) -> None:
         """`now` is the time of the server's clock, to which ages refer; `named` are its stores with names.
 
@@ -55,7 +57,7 @@ class Inspection:
         self.engine = engine
         self.history = history
         self.now = now
-        self._departed: dict[int, ServerSession] = {}
+        self._departed: dict[int, Peer] = {}
         """By serial number: sessions that have left, and are named by what follows."""
         self._groups: set[int] = set()
         """The groups of waiters that have been described."""
@@ -303,7 +305,7 @@ class Inspection:
             return None, None
         return self._age(at), None if by is None else self._name(by)
 
-    def _name(self, session: ServerSession) -> int:
+    def _name(self, session: Peer) -> int:
         """Return the serial number of a session, and describe it in this portion if it has left."""
         serial = self.history.serial(session)
         if session.heard_at == NEVER:

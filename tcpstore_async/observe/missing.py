@@ -19,7 +19,9 @@ from ..keyspace.keyspace import Keyspace
 from ..keyspace.steps import IncrementalCommand
 from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
 from ..session.observer import NEVER
-from ..session.server import Engine, ServerSession
+from ..session.peer import Peer
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
 from .history import History, counter_of, history_of
@@ -77,15 +79,15 @@ _MISSING: Final = "MISSING"
 Items = list[tuple[bytes, Framed]]
 
 
-def answer_missing(engine: Engine) -> None:
+def answer_missing(engine: Store) -> None:
     """Have MISSING answered in all stores of a server."""
-    engine.register("missing", lambda store: Questions(store).ask)
+    engine.hub.register("missing", lambda store: Questions(store).ask)
 
 
 class Questions:
     """The questions of one engine that are being answered, and those that have just been."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Store) -> None:
         self.engine = engine
         self.searching: Question | None = None
         """The one that is searched for thoroughly."""
@@ -114,7 +116,7 @@ class Questions:
             self._known = {key: known for key, known in self._known.items() if not known.done}
             if len(self._known) >= _KEPT:
                 self._known = {}
-        access = engine.granted.get(session)
+        access = engine.hub.auth.granted.get(session)
         if size > _KEPT_BYTES:
             question = Question(self, access, items)
         else:
@@ -450,7 +452,7 @@ def _number_said(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def who_is(session: ServerSession) -> Who:
+def who_is(session: Peer) -> Who:
     """Return what is known of a session's process."""
     pid = session.pid
     return Who(session.peer.get("host") or session.host, rank_of(session.peer), None if pid < 0 else pid)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..base.keys import readable
 from ..keyspace.waiter_types import KeyList
-from ..session.server import ServerSession
+from ..session.peer import Peer
 from ..wire.codecs import Fields
 from ..wire.commands import Command
 from ..wire.values import PREFIX
@@ -57,9 +57,8 @@ class Monitor:
         self._samples = []
         return samples
 
-    def note(self, command: Command, fields: Fields, session: ServerSession | None) -> None:
-        """Note a command that a session sends, with the fields that its method gets."""
-        store = None if session is None else session.engine.name or None
+    def note(self, command: Command, fields: Fields, session: Peer | None, store: str) -> None:
+        """Note a command that a session sends in a store, with the fields that its method gets."""
         if self.store is not None and store != self.store:
             return
         self.seen += 1
@@ -98,7 +97,7 @@ class Monitor:
         value = _shown_value(last) if self.values else None
         shown_key = None if key is None else shown(key)
         sample = [self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value]
-        self._samples.append(sample if store is None else [*sample, store])
+        self._samples.append([*sample, store] if store else sample)
 
 
 def _shown_value(value: object) -> str | None:

@@ -12,7 +12,9 @@ from typing import Any, Final
 from ..base.keys import readable
 from ..keyspace.waiter_types import IDLE, Counter, SharedWait
 from ..session.observer import NEVER
-from ..session.server import NO_PID, Engine, ServerSession
+from ..session.peer import NO_PID
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import read_length
 from .inspection import Fact
@@ -27,7 +29,7 @@ _MOST_TEXT: Final = 256
 class Statistics:
     """One look at the numbers of all stores of a server, or of one."""
 
-    def __init__(self, engine: Engine, now: float, everyone: bool = True) -> None:
+    def __init__(self, engine: Store, now: float, everyone: bool = True) -> None:
         """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of the
         engine's own store."""
         self.everyone = everyone
@@ -71,13 +73,13 @@ class Statistics:
         stores = [one.keyspace for one in self._engines()]
         stored = sum([one.size - one.parked for one in stores])
         parked = sum([one.parked for one in stores])
-        requests, lists = (engine.unfinished, budget.lists) if self.everyone else (0, 0)
+        requests, lists = (budget.unfinished, budget.lists) if self.everyone else (0, 0)
         used = budget.used() if self.everyone else stored + parked
         return {
-            "commands": engine.counts(),
+            "commands": engine.hub.counts(),
             "sessions": {
                 "open": self.open,
-                "unvalidated": len(engine.unvalidated) + len(engine.unvalidated_on_links),
+                "unvalidated": len(engine.hub.unvalidated) + len(engine.hub.unvalidated_on_links),
                 "waiting": self.waiting,
                 "unsent_bytes": self.unsent,
             },
@@ -107,7 +109,7 @@ class Statistics:
         Sessions that wait for the same are named once, by how many they are and the one that has waited longest, for
         how many seconds.
         """
-        found: dict[tuple[Engine, bytes], list[Any]] = {}
+        found: dict[tuple[Store, bytes], list[Any]] = {}
         portion = 0
         for holder in list(self.engine.budget.holders):
             portion += 1
@@ -156,8 +158,8 @@ class Statistics:
         found = sorted(largest, reverse=True)
         yield {"largest": [[shown(key), bytes_, *([name] if name else [])] for bytes_, key, name in found]}
 
-    def _engines(self) -> list[Engine]:
-        return self.engine.engines() if self.everyone else [self.engine]
+    def _engines(self) -> list[Store]:
+        return list(self.engine.hub.stores) if self.everyone else [self.engine]
 
     def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
         group = session.group

@@ -16,8 +16,10 @@ from ..base.addresses import format_address
 from ..base.errors import PeerError
 from ..base.limits import Limits
 from ..base.version import VERSION
+from ..session.auth import ALL
 from ..session.identity import Identity, encode_identity
-from ..session.server import ALL, Engine, ServerSession
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..wire.commands import EXTENSION
 
 SECONDS: Final = 10.0
@@ -41,10 +43,10 @@ class Refusal:
         self.reason = reason
         self.log = log
         self.left = left
-        self.engine = Engine(Limits())
+        self.engine = Store(Limits())
         self.engine.identify(encode_identity(Identity("tcpstore_async", VERSION, EXTENSION, "", refused=reason)))
-        self.engine.require_auth = ALL
-        self.engine.authenticate = lambda token: reason
+        self.engine.hub.auth.require_auth = ALL
+        self.engine.hub.auth.authenticate = lambda token: reason
         self.connections = connections
 
     def serve(self, fd: int, host: str, port: int) -> None:

@@ -33,7 +33,7 @@ from ..observe.monitor import Monitor
 from ..observe.statistics import Statistics
 from ..session.identity import build
 from ..session.named_stores import NamedStore
-from ..session.server import Engine
+from ..session.store import Store
 from . import admin_path
 from .base import Server
 from .fork_safety import close_on_fork
@@ -260,7 +260,7 @@ class Admin:
         ended = asyncio.ensure_future(reader.read(1))
         try:
             with self.server.lock:
-                engine.watch(monitor.note)
+                engine.hub.watch(monitor.note)
             await _write(writer, _encode({"server": self._about()}))
             while not ended.done() and not self._closed:  # before 3.12, wait_for may swallow a cancellation
                 await asyncio.wait([ended], timeout=_SAMPLE_SECONDS)
@@ -271,7 +271,7 @@ class Admin:
                     await _write(writer, _encode(fact))
         finally:
             with self.server.lock:
-                engine.unwatch(monitor.note)
+                engine.hub.unwatch(monitor.note)
             self._monitors.discard(monitor)
             ended.cancel()
             with suppress(asyncio.CancelledError, OSError):
@@ -308,7 +308,7 @@ class Admin:
             yield {"error": request}
             return
         server = self.server
-        engine: Engine = server.engine
+        engine: Store = server.engine
         history = self.history
         with server.lock:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):

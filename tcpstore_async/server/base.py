@@ -26,8 +26,11 @@ from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
-from ..session.server import Engine, ServerSession, Transport, latecomers
+from ..session.peer import Peer, latecomers
+from ..session.server import ServerSession
+from ..session.store import Store
 from ..session.tls import TlsError
+from ..session.transport import Transport
 from .audit import AuditLog
 from .features import attach_features
 from .listen_socket import reserve_connections
@@ -78,7 +81,7 @@ class Server:
         self.tls: ServerTls | None = tls
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
-        self.engine: Engine = Engine(limits, session_bytes=session_bytes)
+        self.engine: Store = Store(limits, session_bytes=session_bytes)
         features = attach_features(self.engine, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
         self.links.on_work = self._schedule_links
@@ -144,7 +147,7 @@ class Server:
         self._leaving: bool = False
         """Whether stores will be looked for that everybody has had the time to leave."""
         self._flushing: bool = False
-        self._to_flush: list[ServerSession] = []
+        self._to_flush: list[Peer] = []
         """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
 
     # What a subclass defines
@@ -219,7 +222,7 @@ class Server:
     def close_invalid(self, ended: Callable[[Access], str]) -> None:
         """Close every connection whose token is no longer valid, soon; `ended` returns why, or nothing."""
         with self.lock:
-            self.engine.end_invalid(ended)
+            self.engine.hub.end_invalid(ended)
 
     def announce(self, joins: int) -> None:
         """Publish how many ranks are expected to join in all."""
@@ -244,7 +247,7 @@ class Server:
                 owner = session.owner
                 if isinstance(owner, Transport):
                     owner.close()
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
 
     def end_rounds(self, why: str, host: str, pid: int) -> None:
@@ -255,17 +258,17 @@ class Server:
         with self.lock:
             for engine in (self.engine, *self.named.stores.values()):
                 for waiter in engine.keyspace.end_rounds(why):
-                    if not isinstance(waiter, ServerSession) or waiter in self.engine.evicted:
+                    if not isinstance(waiter, ServerSession) or waiter in self.engine.hub.evicted:
                         continue
                     if waiter.pid != pid or waiter.peer.get("host") != host:
                         waiter.evict(ProtocolError(why))
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
 
     def drop_store(self, name: str, why: str) -> bool:
         """End a store with a name; return whether there is one. With the lock."""
         found = self.named.drop(name, why)
-        if self.engine.pending_flush:
+        if self.engine.hub.pending_flush:
             self.flush_pending()
         return found
 
@@ -297,7 +300,7 @@ class Server:
         """Stop counting a connection whose session has left, and flush those that its end woke."""
         self.count -= 1
         self._finishing.pop(connection, None)
-        if not self.stopped and self.engine.pending_flush:
+        if not self.stopped and self.engine.hub.pending_flush:
             self.flush_pending()
         if not self.count:
             self.call_soon(self._note_empty)
@@ -308,8 +311,8 @@ class Server:
             return  # a connection failed under the loop below, which also flushes those that its end woke
         self._flushing = True
         try:
-            pending_flush = self.engine.pending_flush
-            evicted = self.engine.evicted
+            pending_flush = self.engine.hub.pending_flush
+            evicted = self.engine.hub.evicted
             if self.links.attaching:
                 self._attach()
             if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
@@ -337,13 +340,13 @@ class Server:
         self.closed_for[kind] = self.closed_for.get(kind, 0) + 1
         if isinstance(error, NotAllowedError):
             self._remember(session, str(error))
-        if kind in ("access", "tls") or self.engine.must_authenticate(session):
+        if kind in ("access", "tls") or self.engine.hub.auth.must_authenticate(session):
             self.log_refusal(session.host, text)
         else:
             self.log_limited(kind, text)
         if session.out:
             connection.flush()
-        if session.backlog is None or isinstance(error, BudgetError) or session in self.engine.evicted:
+        if session.backlog is None or isinstance(error, BudgetError) or session in self.engine.hub.evicted:
             connection.close()  # what an evicted peer does not read is not kept for it
             return
         if connection.single is not None:
@@ -356,7 +359,7 @@ class Server:
 
     def _remember(self, session: ServerSession, refusal: str) -> None:
         """Keep why the connection of a token's holder is closed, which cannot be told there, until the client asks."""
-        access = self.engine.granted.get(session)
+        access = self.engine.hub.auth.granted.get(session)
         if access is None:
             return
         refused = self._refused
@@ -368,7 +371,7 @@ class Server:
 
     def refused_before(self, session: ServerSession) -> str:
         """Return why another connection of the same process and token has just been closed; empty if none was."""
-        access = self.engine.granted.get(session)
+        access = self.engine.hub.auth.granted.get(session)
         if access is None:
             return ""
         refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
@@ -433,7 +436,7 @@ class Server:
         """Listen for a store; return the port, or why there is none: who connects there presents nothing."""
         if self.tls is not None:
             return "the server has TLS, and no clear-text ports for stores"
-        if self.engine.authenticate is not None or self.engine.require_auth:
+        if self.engine.hub.auth.authenticate is not None or self.engine.hub.auth.require_auth:
             return "the server checks tokens, and has no ports for stores that need none"
         return self.ports.open(store)
 
@@ -448,7 +451,7 @@ class Server:
 
     def _evict_unvalidated(self) -> bool:
         """Close the oldest connection that has not sent VALIDATE, if there is one."""
-        session = self.engine.oldest_unvalidated()
+        session = self.engine.hub.oldest_unvalidated()
         if session is None:
             return False
         owner = session.owner
@@ -484,11 +487,11 @@ class Server:
             except Exception:
                 self.give_up(connection)
 
-    def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
+    def _flush_in_turns(self, pending_flush: list[Peer]) -> None:
         """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""
         if not self._to_flush:
             self.call_soon(self._flush_more)
-        evicted = self.engine.evicted
+        evicted = self.engine.hub.evicted
         self._to_flush.extend(pending_flush)  # not looked at here: each session read costs a cache miss
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
@@ -539,7 +542,7 @@ class Server:
                         self.give_up(connection)
             if to_flush:
                 self.call_soon(self._flush_more)
-            if self.engine.pending_flush:  # unsent replies may have made the budget evict peers
+            if self.engine.hub.pending_flush:  # unsent replies may have made the budget evict peers
                 self.flush_pending()
 
     def _work(self) -> None:
@@ -553,7 +556,7 @@ class Server:
                 self.engine.activate()
                 keyspace.step()
             more = self.named.work()
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
             if more or keyspace.work:
                 self._schedule_work()
@@ -582,7 +585,7 @@ class Server:
                 return
             if self._to_flush or self.links.work():
                 self.call_soon(self._serve_links)
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
 
     def _start_ticking(self) -> None:
@@ -595,9 +598,9 @@ class Server:
             now = time.monotonic()
             if self.links.tick(now):
                 self._start_ticking()
-            for session in self.engine.overdue_on_links(now):
+            for session in self.engine.hub.overdue_on_links(now):
                 self._close_unvalidated(session)
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
 
     def _note_empty(self) -> None:
@@ -621,7 +624,7 @@ class Server:
     def _schedule_expiry(self) -> None:
         """Come back when the oldest connection without VALIDATE is overdue."""
         with self.lock:
-            oldest = self.engine.oldest_unvalidated()
+            oldest = self.engine.hub.oldest_unvalidated()
             if oldest is None or self.stopped:
                 self._validating = False
                 return
@@ -631,11 +634,11 @@ class Server:
     def _close_overdue(self) -> None:
         now = time.monotonic()
         with self.lock:
-            while (session := self.engine.overdue(now)) is not None:
+            while (session := self.engine.hub.overdue(now)) is not None:
                 self._close_unvalidated(session)
         self._schedule_expiry()
 
-    def _close_unvalidated(self, session: ServerSession) -> None:
+    def _close_unvalidated(self, session: Peer) -> None:
         owner = session.owner
         assert isinstance(owner, Transport)
         late = "TLS handshake not finished" if owner.in_handshake() else f"no {session.expected()}"

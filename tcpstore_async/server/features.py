@@ -8,7 +8,7 @@ from ..links.link_registry import LinkRegistry
 from ..observe.missing import answer_missing
 from ..session.identity import identity
 from ..session.named_stores import NamedStores
-from ..session.server import PORTION, Engine
+from ..session.store import PORTION, Store
 
 
 class Features:
@@ -20,7 +20,7 @@ class Features:
 
 
 def attach_features(
-    engine: Engine, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
+    engine: Store, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
 ) -> Features:
     """Have an engine, from which nobody has been served yet, identify itself, and execute all commands.
 

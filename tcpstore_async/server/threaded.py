@@ -23,7 +23,7 @@ from ..base.errors import PeerError
 from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore
-from ..session.server import Transport
+from ..session.transport import Transport
 from ..session.unsent import PIECES
 from ..wire.values import Framed, length
 from . import base

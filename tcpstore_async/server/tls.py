@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from ..auth.secret_files import TlsFiles, load_certificates
 from ..base.errors import DistNetworkError, ProtocolError
-from ..session.server import Transport
 from ..session.tls import TlsStream
+from ..session.transport import Transport
 
 MOST_HANDSHAKES: Final = 512
 """Handshakes under way at once; beyond that, the oldest is closed."""

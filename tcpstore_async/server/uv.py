@@ -18,8 +18,8 @@ from typing import Any, Final
 from ..base.errors import PeerError
 from ..base.limits import Limits
 from ..session.named_stores import NamedStore
-from ..session.server import Transport
 from ..session.tls import HANDSHAKE, TlsError
+from ..session.transport import Transport
 from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base
@@ -105,7 +105,7 @@ class Connection(Transport):
                 return
             if session.out:
                 self.flush()
-            if self.server.engine.pending_flush:
+            if self.server.engine.hub.pending_flush:
                 self.server.flush_pending()
             if not more and not self.hung_up and not session.stalled():
                 return
@@ -519,7 +519,7 @@ class UvServer(base.Server):
         that an operation costs in plain Python. `Connection.attend` does everything else.
         """
         connections = self.connections
-        pending_flush = self.engine.pending_flush
+        pending_flush = self.engine.hub.pending_flush
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
@@ -577,7 +577,7 @@ class UvServer(base.Server):
         try:
             if connection.session.out:
                 connection.flush()
-            if self.engine.pending_flush:
+            if self.engine.hub.pending_flush:
                 self.flush_pending()
             connection.go_on()
         except Exception:
@@ -705,6 +705,6 @@ class UvServer(base.Server):
         self.opened()
 
     def served(self) -> None:
-        if self.engine.pending_flush:
+        if self.engine.hub.pending_flush:
             self.flush_pending()
         self.expect_validation()

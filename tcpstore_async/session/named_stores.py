@@ -41,7 +41,10 @@ from .identity import (
     with_store,
 )
 from .observer import NEVER
-from .server import Engine, EvictSessions, ServerSession, Transport, printable
+from .peer import printable
+from .server import ServerSession
+from .store import EvictSessions, Store
+from .transport import Transport
 
 _MAX_ENTER: Final = 4096
 """Bytes of all items."""
@@ -128,12 +131,12 @@ class Entry:
         return ENTRY_BYTES + len(self.name) + ADDRESS_BYTES * len(self.addresses)
 
 
-class NamedStore(Engine):
+class NamedStore(Store):
     """One incarnation of a name."""
 
     def __init__(self, registry: "NamedStores", entry: Entry, incarnation: str, since: float) -> None:
         root = registry.engine
-        super().__init__(root.limits, root.keyspace.portion, root=root)
+        super().__init__(root.limits, root.keyspace.portion, hub=root.hub)
         self.name = entry.name
         self.incarnation = incarnation
         self.attempt = entry.attempt
@@ -226,7 +229,7 @@ class NamedStore(Engine):
 class NamedStores:
     """The stores of one server that have names."""
 
-    def __init__(self, engine: Engine, instance: str) -> None:
+    def __init__(self, engine: Store, instance: str) -> None:
         """`engine` is that of the store without a name, and knows its identity."""
         self.engine = engine
         self.instance = instance
@@ -268,10 +271,10 @@ class NamedStores:
         """Has the server listen for a store; returns the port, or why there is none."""
         self.close_port: Callable[[NamedStore], object] | None = None
         """Called when a store ends that has a port."""
-        engine.on_leave = self.leave
-        engine.on_return = self.came_back
-        engine.register("enter", lambda store: self.enter)
-        engine.register("end_store", lambda store: self.release)
+        engine.hub.on_leave = self.leave
+        engine.hub.on_return = self.came_back
+        engine.hub.register("enter", lambda store: self.enter)
+        engine.hub.register("end_store", lambda store: self.release)
 
     # Commands
 
@@ -399,7 +402,9 @@ class NamedStores:
         store.released = NEVER
         if store in self.ending:
             self.engine.keyspace.defer(
-                EvictSessions(list(store.sessions), lambda one: store.error() if one in store.sessions else None)
+                EvictSessions(
+                    self.engine.hub, store.sessions, lambda one: store.error() if one in store.sessions else None
+                )
             )
 
     def oldest_released(self) -> NamedStore | None:
@@ -413,7 +418,7 @@ class NamedStores:
     def _absent(self, entry: Entry) -> Framed:
         """Return the reply to a session for which there is no store, and that does not wait."""
         others = self.of_port.get(_port(entry.name), {})
-        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
         shown = (
             ()
             if access is not None and access.store
@@ -463,7 +468,7 @@ class NamedStores:
         An address at which there are several stores says nothing: that of a bridge, say, which every host has.
         """
         names = {store.name for address in self._telling(entry.addresses) for store in self.addresses[address]}
-        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
         return "" if len(names) != 1 or (access is not None and access.store) else names.pop()
 
     def _telling(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -494,7 +499,7 @@ class NamedStores:
 
     def _refusal(self, entry: Entry) -> str:
         """Return why a session's token does not allow that."""
-        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
         if access is None:
             return ""
         if access.store and access.store != entry.name:
@@ -571,7 +576,7 @@ class NamedStores:
         """Answer a session that has waited for a store which is there now, unless it has given up."""
         if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
             return
-        if session in self.engine.evicted:
+        if session in self.engine.hub.evicted:
             return
         if self._stays(session):  # by what it has sent since
             session.evict(ProtocolError(f"ENTER from {_STAYING}"))
@@ -638,11 +643,11 @@ class NamedStores:
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(FreeDict(joins.waiters))
-        for identity, account in store.accounts.items():
+        for identity, account in store.guards.accounts.items():
             account.close()
-            usage = root.usage.get(identity)
+            usage = root.hub.auth.usage.get(identity)
             if usage is not None:
-                root.forget_unused(usage)
+                root.hub.auth.forget_unused(usage)
         keyspace.on_work = None
         keyspace.work.clear()
         store.take_apart()

@@ -53,7 +53,7 @@ from ..client.sync_client import TCPClient
 from ..client.tls import ClientTls
 from ..client.tls_settings import CERT, ENABLE, KEY, files_from_environment, wants_tls
 from ..server.master import ServerHandle, check_host_tokens, host
-from ..session.server import ALL, REMOTE
+from ..session.auth import ALL, REMOTE
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import unpack
 from .base import Store

@@ -14,12 +14,13 @@ from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.server import Engine, Transport
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES
 
 
 class _Carrier(Transport):
-    def __init__(self, engine: Engine, target: LinkTarget) -> None:
+    def __init__(self, engine: Store, target: LinkTarget) -> None:
         super().__init__(engine, "127.0.0.1", 1, 0.0)
         self.target = target
 
@@ -56,9 +57,9 @@ class LinkTarget:
     """An engine to which all peers are connected by one link."""
 
     def __init__(
-        self, cut: Cut = whole, breaks: random.Random | None = None, engine: Engine | None = None, reads: bool = True
+        self, cut: Cut = whole, breaks: random.Random | None = None, engine: Store | None = None, reads: bool = True
     ) -> None:
-        self.engine = engine or Engine(Limits())
+        self.engine = engine or Store(Limits())
         self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
         self.link = ClientLink()
         self.cut = cut
@@ -121,7 +122,12 @@ class LinkTarget:
         for peer in self.peers:
             self.close(peer)
         keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.unfinished) == ({}, {}, {}, 0)
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.budget.unfinished) == (
+            {},
+            {},
+            {},
+            0,
+        )
         assert self.registry.sessions == 0
 
     def cut_off(self) -> None:
@@ -180,9 +186,9 @@ class LinkTarget:
         serve(self.engine, self.registry)
 
 
-def serve(engine: Engine, registry: LinkRegistry) -> None:
+def serve(engine: Store, registry: LinkRegistry) -> None:
     """Do what a server does after a command, until nothing is left to do."""
-    keyspace, pending, attaching = engine.keyspace, engine.pending_flush, registry.attaching
+    keyspace, pending, attaching = engine.keyspace, engine.hub.pending_flush, registry.attaching
     more = True
     while more or pending:
         while attaching:
@@ -192,10 +198,10 @@ def serve(engine: Engine, registry: LinkRegistry) -> None:
         while keyspace.work:
             keyspace.step()
         while pending:
-            session = pending.pop()
-            transport = session.owner
+            woken = pending.pop()
+            transport = woken.owner
             if isinstance(transport, Transport):
                 transport.flush()
-                if session in engine.evicted:
+                if woken in engine.hub.evicted:
                     transport.close()
         more = registry.work()

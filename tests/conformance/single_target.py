@@ -14,7 +14,8 @@ from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.server import Engine, Transport
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.commands import BY_METHOD, MAGIC
 from tcpstore_async.wire.values import Framed, length
 
@@ -24,7 +25,7 @@ VALIDATE = BY_METHOD["validate"].prefix + MAGIC.to_bytes(4, "little")
 class Wire(Transport):
     """A connection that carries so many bytes of replies as its peer says."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Store) -> None:
         super().__init__(engine, "127.0.0.1", 1, 0.0)
         self.down = bytearray()
         self.is_closed = False
@@ -122,7 +123,7 @@ class SingleTarget:
     """An engine to which each peer is connected by a single link."""
 
     def __init__(self, cut: Cut = whole, breaks: random.Random | None = None) -> None:
-        self.engine = Engine(Limits())
+        self.engine = Store(Limits())
         self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
         self.cut = cut
         self.breaks = breaks
@@ -188,7 +189,7 @@ class SingleTarget:
             self.close(peer)
         engine = self.engine
         keyspace = engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, engine.unfinished) == ({}, {}, {}, 0)
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, engine.budget.unfinished) == ({}, {}, {}, 0)
         assert (self.registry.singles, self.registry.suspended, engine.budget.holders) == ({}, {}, {})
         assert engine.budget.pins == {}
 

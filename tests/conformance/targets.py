@@ -27,7 +27,9 @@ from support import LIMIT, RawPeer, resting
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.peer import Peer
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 
 class Target(Protocol):
@@ -103,7 +105,7 @@ class EngineTarget:
     """An engine without connections: a peer receives what its session puts out."""
 
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
-        self.engine = Engine(limits or Limits())
+        self.engine = Store(limits or Limits())
         attach_features(self.engine, "an engine", "none")
         self.cut = cut
         self.bulk = bulk
@@ -146,7 +148,12 @@ class EngineTarget:
         for peer in self.sessions:
             self.close(peer)
         keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.unfinished) == ({}, {}, {}, 0)
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.budget.unfinished) == (
+            {},
+            {},
+            {},
+            0,
+        )
 
     def _receive(self, peer: str, piece: bytes) -> None:
         session = self.sessions[peer]
@@ -173,7 +180,7 @@ class EngineTarget:
             self.close(peer)
         self._flush_others()
 
-    def _flush(self, session: ServerSession) -> None:
+    def _flush(self, session: Peer) -> None:
         assert isinstance(session.owner, str)
         self.pending[session.owner] += b"".join(session.out)
         session.out.clear()
@@ -182,8 +189,8 @@ class EngineTarget:
     def _flush_others(self) -> None:
         while self.engine.keyspace.work:
             self.engine.keyspace.step()
-        while self.engine.pending_flush:
-            session = self.engine.pending_flush.pop()
+        while self.engine.hub.pending_flush:
+            session = self.engine.hub.pending_flush.pop()
             if session.owner is not None:
                 self._flush(session)
 

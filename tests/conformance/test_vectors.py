@@ -39,7 +39,7 @@ from tcpstore_async.base.version import VERSION
 from tcpstore_async.observe.history import History
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.identity import build, read_identity
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import EXTENSION, JOINS_KEY, SERVER_KEY
 
 VECTORS = libuv_vectors()
@@ -105,7 +105,7 @@ def test_engine_that_is_observed(script: Script) -> None:
 
 @every_on_the_engine
 def test_link_to_an_engine_that_is_observed(script: Script) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     engine.observe(History(engine))
     target = LinkTarget(engine=engine)
     play(script, target)

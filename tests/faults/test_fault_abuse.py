@@ -20,7 +20,8 @@ import pytest
 from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server, u64
 from tcpstore_async import Limits, serve
 from tcpstore_async.server.uv import UvServer
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 MIB = 1 << 20
 
@@ -68,11 +69,11 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
 
 
 def test_an_announcement_counts_what_has_arrived() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     for _ in range(1000):
         session = ServerSession(engine, None, "127.0.0.1", 1, 0.0)
         session.receive(HANDSHAKE + b"\x01" + blob(b"/a") + u64(8 * MIB) + b"0123456789")
-    assert engine.unfinished < 1000 * 50
+    assert engine.budget.unfinished < 1000 * 50
 
 
 async def test_a_bound_socket_is_listened_on(backend: str) -> None:

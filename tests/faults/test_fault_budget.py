@@ -128,7 +128,7 @@ async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send
         with server.lock:
             [carrier] = server.links.links.values()
             assert carrier.carrier is not None
-            server.engine.pending_flush.extend([carrier.carrier] * 1000)
+            server.engine.hub.pending_flush.extend([carrier.carrier] * 1000)
         server.stop()
         link.receive(await reader.read())
         assert link.is_over

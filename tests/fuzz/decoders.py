@@ -32,10 +32,13 @@ from tcpstore_async.server import tls as server_tls
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
+from tcpstore_async.session.auth import ALL
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_auth_reply, read_identity
-from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.session.tls import MISMATCH, TlsError, TlsStream
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
@@ -256,7 +259,7 @@ def link_server(data: bytes) -> None:
     """However the bytes are cut, the same is executed and sent; in the end nothing is held."""
     outcomes = []
     for size in (max(1, len(data)), 1, 11):
-        engine = Engine(Limits(sessions=3))
+        engine = Store(Limits(sessions=3))
         registry = LinkRegistry(engine, "one", 30.0)
         carrier = ServerSession(engine, None, "h", 1, 0.0)
         items = {b"version": b"1", b"id": bytes(16), b"secret": bytes(16)}
@@ -277,20 +280,20 @@ def link_server(data: bytes) -> None:
         registry.tick(100.0)
         _flush(engine, registry)
         outcomes.append((error, link.taken, sessions, stored))
-        if engine.budget.others or engine.unfinished or registry.sessions or engine.keyspace.waiters:
+        if engine.budget.others or engine.budget.unfinished or registry.sessions or engine.keyspace.waiters:
             raise Broken(f"{engine.budget.others} bytes are counted for nobody")
     if outcomes[1:] != outcomes[:-1]:
         raise Broken(f"{outcomes}")
 
 
-def _flush(engine: Engine, registry: LinkRegistry) -> None:
+def _flush(engine: Store, registry: LinkRegistry) -> None:
     more = True
-    while more or engine.pending_flush:
-        while engine.pending_flush:
-            session = engine.pending_flush.pop()
+    while more or engine.hub.pending_flush:
+        while engine.hub.pending_flush:
+            session = engine.hub.pending_flush.pop()
             if isinstance(session.owner, Transport):
                 session.owner.flush()
-                if session in engine.evicted:
+                if session in engine.hub.evicted:
                     session.owner.close()
         more = registry.work()
 
@@ -312,7 +315,7 @@ def link_request(data: bytes) -> None:
     """
     outcomes = []
     for size in (max(1, len(data)), 1, 13):
-        engine = Engine(Limits(links=2, sessions=4))
+        engine = Store(Limits(links=2, sessions=4))
         registry = LinkRegistry(engine, "one", 30.0)
         owner = ServerSession(engine, None, "h", 1, 0.0)
         owner.receive(_HELLO + _items(version=b"1", id=_KNOWN, secret=_SECRET, place=b"here", attempt=b"3"))
@@ -345,7 +348,7 @@ def link_request(data: bytes) -> None:
         registry.tick(100.0)
         registry.tick(200.0)
         _flush(engine, registry)
-        if engine.budget.others or engine.unfinished or registry.sessions or registry.links or registry.singles:
+        if engine.budget.others or engine.budget.unfinished or registry.sessions or registry.links or registry.singles:
             raise Broken(f"{engine.budget.others} bytes are counted for nobody")
     if outcomes[1:] != outcomes[:-1]:
         raise Broken(f"{outcomes}")
@@ -412,10 +415,10 @@ def token(data: bytes) -> None:
 
 def auth(data: bytes) -> None:
     """On a server that requires a token with a prefix, nothing else is ever stored, or awaited, whatever is sent."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     engine.identify(b'{"server":"tcpstore_async","version":"1","extension":8,"instance":"i"}')
-    engine.require_auth = ALL
-    engine.authenticate = lambda given: _KEYS.check(given, 0)
+    engine.hub.auth.require_auth = ALL
+    engine.hub.auth.authenticate = lambda given: _KEYS.check(given, 0)
     session = ServerSession(engine, None, "10.0.0.7", 1, 0.0)
     try:
         session.receive(bytes.fromhex("00cef7853c") + data)
@@ -427,7 +430,7 @@ def auth(data: bytes) -> None:
     for key in (*keyspace.values, *keyspace.queues, *keyspace.waiters):
         _demand(key.startswith(b"/job/"), f"{key!r} is outside of the prefix")
     session.leave()
-    _demand(not engine.granted and not engine.unvalidated, "a session that has left is remembered")
+    _demand(not engine.hub.auth.granted and not engine.hub.unvalidated, "a session that has left is remembered")
 
 
 def auth_reply(data: bytes) -> None:

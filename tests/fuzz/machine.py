@@ -8,7 +8,8 @@ from __future__ import annotations
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.waiter_types import IDLE
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import SERVER_KEY
 from tcpstore_async.wire.values import pack
 
@@ -37,7 +38,7 @@ class Machine:
     """A few sessions on one engine, and the transport's part of the contract."""
 
     def __init__(self) -> None:
-        self.engine = Engine(LIMITS)
+        self.engine = Store(LIMITS)
         self.engine.identify(IDENTITY)
         self.sessions: list[ServerSession | None] = [None] * SLOTS
         self.refused = 0
@@ -97,18 +98,18 @@ class Machine:
         """What must hold between any two instructions."""
         engine = self.engine
         present = [session for session in self.sessions if session is not None]
-        for session in engine.pending_flush:
-            if session.owner is not None and not session.out and session not in engine.evicted:
+        for session in engine.hub.pending_flush:
+            if session.owner is not None and not session.out and session not in engine.hub.evicted:
                 raise Broken("a session without output is to be flushed")
-        evicted = [session for session in present if session in engine.evicted]
+        evicted = [session for session in present if session in engine.hub.evicted]
         if evicted:
             self.refused += len(evicted)
             for session in evicted:
                 self.leave(self.sessions.index(session))
             self.check()
             return
-        engine.pending_flush.clear()
-        if engine.unfinished != sum(session.held for session in present):
+        engine.hub.pending_flush.clear()
+        if engine.budget.unfinished != sum(session.held for session in present):
             raise Broken("unfinished is not the sum of what is held")
         leases = sum(len(session.leases) for session in present if session.leases is not None)
         queues = len(engine.keyspace.queues)
@@ -139,7 +140,13 @@ class Machine:
         keyspace = self.engine.keyspace
         while keyspace.work:
             keyspace.step()
-        if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.engine.unfinished:
+        if (
+            keyspace.waiters
+            or keyspace.stale
+            or keyspace.counters
+            or keyspace.handoffs
+            or self.engine.budget.unfinished
+        ):
             raise Broken("a session that left is still registered")
         for key in list(keyspace.values):
             keyspace.delete_key(key)

@@ -32,7 +32,8 @@ from tcpstore_async.keyspace.waiter_types import (
     Waiter,
 )
 from tcpstore_async.keyspace.waiter_types import Counter as CounterGroup
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 from tcpstore_async.wire.values import cost, framed, unpack
 
@@ -175,7 +176,7 @@ class Fleet:
     def __init__(self, slots: int, soft: int = MIB, lists: int = 0) -> None:
         """`lists` limits the bytes of the lists of keys that the server remembers; 0 means the default."""
         self.soft = soft
-        self.engine = Engine(Limits(unsent_high_water=soft))
+        self.engine = Store(Limits(unsent_high_water=soft))
         if lists:
             self.engine.key_lists.capacity = lists
             self.engine.keyspace.max_kept_reply = lists // 8
@@ -278,7 +279,7 @@ class Fleet:
 
     def _compare(self, connection: Connection | None) -> None:
         """Compare what each peer was sent since the last comparison."""
-        pending_flush = self.engine.pending_flush
+        pending_flush = self.engine.hub.pending_flush
         woken = self.model.woken
         if connection is not None:
             self._compare_output(connection)
@@ -351,7 +352,7 @@ class Fleet:
             [s.handoff and s.handoff.queue for s in sessions],
         )
         carriers = self.carriers()
-        _same("unfinished", engine.unfinished, sum(session.held for session in [*sessions, *carriers]))
+        _same("unfinished", engine.budget.unfinished, sum(session.held for session in [*sessions, *carriers]))
         recount = sum(len(key) + ENTRY_BYTES + cost(value) for key, value in keyspace.values.items())
         counted_queues = {*keyspace.queues, *keyspace.leased}
         _same("queues that count", keyspace.queue_count, len(counted_queues))
@@ -439,8 +440,8 @@ class Fleet:
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
-            awaited = session in engine.unvalidated or session in engine.unvalidated_on_links
-            _same("validated", not awaited, session.table is engine.table_of(session))
+            awaited = session in engine.hub.unvalidated or session in engine.hub.unvalidated_on_links
+            _same("validated", not awaited, session.table is engine.guards.table_of(session))
 
     def check_output(self, connection: Connection) -> None:
         session, peer = connection.session, connection.peer
@@ -575,7 +576,7 @@ class Fleet:
         _same("hand-offs", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("represented", len(keyspace.represented), 0)
-        _same("unfinished", self.engine.unfinished, 0)
+        _same("unfinished", self.engine.budget.unfinished, 0)
         for key, raw in RESERVED.items():
             _same("reserved", unpack(keyspace.reserved[key]), raw)
         wipe = [Command("delete_key", key) for key in self.model.store]

@@ -16,7 +16,8 @@ from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
 from tcpstore_async.keyspace.agents import ENDED_BYTES
 from tcpstore_async.keyspace.rounds import AGENT_BYTES, ROUNDS_BYTES
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import CHUNKED_BYTES, COUNTER_SIZE, GROWING_BYTES, PREFIX
 
 from .fleet import AGENTS, HANDSHAKE, STEP_SECONDS, Command, Connection, Difference, Fleet, Step, random_command
@@ -185,12 +186,12 @@ class LimitedModel(Model):
                     self.ended.pop(key, None)  # nothing is remembered that there is no room for
 
 
-def compare_usage(engine: Engine, model: LimitedModel) -> None:
+def compare_usage(engine: Store, model: LimitedModel) -> None:
     """Check that what is counted for each token is what there is. Raises Difference."""
     if engine.keyspace.account is not None:
         raise Difference("something is counted for nobody's command")
     for prefix in PREFIXES:
-        usage = engine.usage.get(f"t-{prefix}")
+        usage = engine.hub.auth.usage.get(f"t-{prefix}")
         found = (0, 0) if usage is None else (usage.keys, usage.bytes)
         expected = model.measure(b"/" + prefix.encode())
         if found != expected:
@@ -221,7 +222,7 @@ class LimitedFleet(Fleet):
         if kind == "evict":
             if connection is not None:
                 connection.session.evict(ProtocolError("for this test"))
-                self.engine.pending_flush.remove(connection.session)
+                self.engine.hub.pending_flush.remove(connection.session)
                 self._leave(slot, connection)
         else:
             super().apply(step)

@@ -33,7 +33,9 @@ from tcpstore_async.links.link import LinkReply
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
-from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
@@ -65,7 +67,7 @@ def frames_of(batch: bytes) -> list[tuple[int, int, bytes]]:
 class Carrier(Transport):
     """The server's end of a connection."""
 
-    def __init__(self, engine: Engine, client: Client) -> None:
+    def __init__(self, engine: Store, client: Client) -> None:
         super().__init__(engine, "10.0.0.7", 4, 0.0)
         self.client = client
         self.open = True
@@ -432,7 +434,7 @@ class LinkedFleet(Fleet):
 
     def quiesce(self) -> None:
         """Flush and work as a server does, until nothing is left to do."""
-        pending_flush = self.engine.pending_flush
+        pending_flush = self.engine.hub.pending_flush
         more = True
         while more or pending_flush:
             while pending_flush:
@@ -440,7 +442,7 @@ class LinkedFleet(Fleet):
                 transport = session.owner
                 if not isinstance(transport, Transport):
                     continue
-                failed = session in self.engine.evicted
+                failed = session in self.engine.hub.evicted
                 if session.out:
                     transport.flush()
                 if failed:
@@ -454,7 +456,7 @@ class LinkedFleet(Fleet):
                     for peer in peers:
                         peer.away = False
                     self.model.come_back(peers)
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
         self._drain()
 
     def _left(self) -> None:
@@ -492,7 +494,7 @@ class LinkedFleet(Fleet):
     def _enter(self, client: Client, number: int) -> None:
         assert client.server is not None
         linked = client.server.sessions.get(number)
-        session = ServerSession(Engine(Limits()), None, "", 0, 0.0) if linked is None else linked.session
+        session = ServerSession(Store(Limits()), None, "", 0, 0.0) if linked is None else linked.session
         connection = LinkedConnection(session, self, client.opened[number])
         client.connections[number] = connection
         self.connections.append(connection)
@@ -606,8 +608,8 @@ class LinkedFleet(Fleet):
         self.check()
         if self.engine.budget.others != self._check_key_lists():
             raise Difference(f"{self.engine.budget.others} bytes are counted for nobody")
-        left = self.engine.unvalidated or self.engine.unvalidated_on_links
-        if self.engine.evicted or left or self.engine.budget.holders:
+        left = self.engine.hub.unvalidated or self.engine.hub.unvalidated_on_links
+        if self.engine.hub.evicted or left or self.engine.budget.holders:
             raise Difference("a session that has left is known")
 
 

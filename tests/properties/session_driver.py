@@ -8,30 +8,31 @@ from properties.fleet import HANDSHAKE, registrations
 from tcpstore_async.base.errors import LimitError, PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import framed, unpack
 
 Outcome = tuple[bytes, str]
 """The replies to a peer, and why its connection was closed, if it was."""
 
 
-def session_on(engine: Engine) -> ServerSession:
+def session_on(engine: Store) -> ServerSession:
     """Return a session without input."""
     return ServerSession(engine, None, "::1", 1, 0.0)
 
 
-def with_store_of(most: int) -> Engine:
+def with_store_of(most: int) -> Store:
     """Return an engine whose store alone is limited, so that no peer is evicted for another."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     engine.budget.keyspace = engine.share.keyspace = Keyspace(Limits())
     engine.keyspace.on_full = None
     engine.keyspace.max_size = most
     return engine
 
 
-def greeted(engine: Engine | None = None, limits: Limits | None = None) -> ServerSession:
+def greeted(engine: Store | None = None, limits: Limits | None = None) -> ServerSession:
     """Return a session that has sent VALIDATE."""
-    session = session_on(engine or Engine(limits or Limits()))
+    session = session_on(engine or Store(limits or Limits()))
     session.receive(HANDSHAKE.frame)
     return session
 
@@ -101,7 +102,7 @@ def cut(data: bytes, cuts: Iterable[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in zip([0, *at], [*at, len(data)], strict=True)]
 
 
-def everything(engine: Engine) -> object:
+def everything(engine: Store) -> object:
     """Return all that is stored and awaited, in plain types."""
     keyspace = engine.keyspace
     return (
@@ -123,6 +124,6 @@ NOTHING: object = ({}, {}, {}, {}, {}, {}, {}, {})
 """What `everything` returns for an engine that holds nothing."""
 
 
-def measured(engine: Engine) -> int:
+def measured(engine: Store) -> int:
     """Return the size of the store in bytes."""
     return engine.keyspace.size

@@ -16,7 +16,7 @@ from tcpstore_async.keyspace.keyspace import ParkOnKeys, PostponedMultiSet
 from tcpstore_async.keyspace.registrations import MarkStale, UnparkFirst
 from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
 from tcpstore_async.keyspace.waiters import PostponedCommands, PostponedWaitCount
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
 from .model import Closed, Place, framed
@@ -44,11 +44,11 @@ class SteppedFleet(Fleet):
     def __init__(self, slots: int, portion: int) -> None:
         super().__init__(slots)
         self.portion = portion
-        self.engine = Engine(Limits(), portion)
+        self.engine = Store(Limits(), portion)
         self.model.portion = portion
         self.engine.identify(next(iter(RESERVED.values())))
         self.engine.announce(3)
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
         self.under: list[Under | None] = [None] * slots
         self.steps = 0
         self.postponed = 0
@@ -212,7 +212,7 @@ class SteppedFleet(Fleet):
                 sent, expected = b"".join(connection.session.out), b"".join(connection.peer.sent)
                 if not expected.startswith(sent) and sorted(sent) != sorted(expected):
                     raise Difference(f"sent {sent!r}, expected {expected!r}")
-        for session in self.engine.pending_flush:
+        for session in self.engine.hub.pending_flush:
             if session.owner is not None and not session.out:
                 raise Difference("a session without output is in pending_flush")
 
@@ -234,7 +234,7 @@ class SteppedFleet(Fleet):
         for connection in self.connections:
             if connection is not None:
                 self._compare_output(connection)
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
         self.model.woken.clear()
         self.check()
 

@@ -12,7 +12,7 @@ from properties.session_driver import NOTHING, cut, everything, feed, feed_as_se
 from properties.test_fleet import commands
 from support import blob
 from tcpstore_async.base.limits import MIB, Limits
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.codecs import LARGE_VALUE_BYTES
 
 large = st.sampled_from(
@@ -44,12 +44,12 @@ cuts = st.lists(st.integers(0, 2**22), max_size=12)
 @given(st.lists(commands(), max_size=12), st.binary(max_size=20), cuts, st.sampled_from([0, 9, 2**20]))
 def test_small_commands(sent: list[Command], rubbish: bytes, at: list[int], soft: int) -> None:
     data = HANDSHAKE.frame + b"".join(command.frame for command in sent) + rubbish
-    whole, pieces, drops = (Engine(Limits(unsent_high_water=soft)) for _ in range(3))
+    whole, pieces, drops = (Store(Limits(unsent_high_water=soft)) for _ in range(3))
     expected = feed(session_on(whole), [data])
     assert feed(session_on(pieces), cut(data, at)) == expected
     assert feed(session_on(drops), cut(data, range(len(data)))) == expected
     assert everything(pieces) == everything(drops) == everything(whole)
-    assert pieces.unfinished == drops.unfinished == whole.unfinished
+    assert pieces.budget.unfinished == drops.budget.unfinished == whole.budget.unfinished
 
 
 @settings(max_examples=80, deadline=None)
@@ -59,7 +59,7 @@ def test_small_commands(sent: list[Command], rubbish: bytes, at: list[int], soft
 def test_large_commands(sent: list[Command], at: list[int], missing: int) -> None:
     data = HANDSHAKE.frame + b"".join(command.frame for command in sent)
     data = data[: max(0, len(data) - missing)]
-    whole, pieces, filled = (Engine(Limits()) for _ in range(3))
+    whole, pieces, filled = (Store(Limits()) for _ in range(3))
     expected = feed(session_on(whole), [data])
     assert feed(session_on(pieces), cut(data, at)) == expected
     assert feed_as_server(session_on(filled), cut(data, at)) == expected
@@ -95,24 +95,24 @@ def test_lists_that_resemble_a_known_one(
     """What differs may be any byte, also a length; and the last keys may be others, of other lengths."""
     asked = [*keys[:2], *others][: len(keys)] if replace else keys
     data = change(Command(name, asked).frame) + Command("ping", 7).frame
-    known, drops, unknown = (Engine(Limits()) for _ in range(3))
+    known, drops, unknown = (Store(Limits()) for _ in range(3))
     expected = feed(session_on(unknown), [HANDSHAKE.frame, data])
     for engine, pieces in ((known, cut(data, at)), (drops, cut(data, range(len(data))))):
         feed(session_on(engine), [HANDSHAKE.frame, Command("check", keys).frame * 2])
         session = session_on(engine)
         assert feed(session, [HANDSHAKE.frame, *pieces]) == expected
         assert everything(engine) == everything(unknown)
-        assert (session.held > 0) == (unknown.unfinished > 0)
-        assert engine.unfinished == session.held
+        assert (session.held > 0) == (unknown.budget.unfinished > 0)
+        assert engine.budget.unfinished == session.held
         session.leave()
-        assert engine.unfinished == 0
+        assert engine.budget.unfinished == 0
         assert all(listed.compared == 0 for listed in engine.key_lists.lists.values())
 
 
 @settings(max_examples=100, deadline=None)
 @given(commands() | large_commands, st.integers(0, 2**22))
 def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     session = greeted(engine)
     if command.name in ("unknown", "validate"):
         return
@@ -120,7 +120,7 @@ def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
     assert not session.out
     assert everything(engine) == NOTHING
     session.leave()
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
     assert engine.keyspace.size == 0
 
 
@@ -129,27 +129,27 @@ def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
 def test_an_incomplete_frame_counts(command: Command, one: int, two: int) -> None:
     if command.name in ("unknown", "validate"):
         return
-    engine = Engine(Limits())
+    engine = Store(Limits())
     session = greeted(engine)
     pieces = cut(command.frame[:-1], [one, two])
     arrived = 0
     for piece in pieces:
         session.receive(piece)
         arrived += len(piece)
-        assert engine.unfinished == session.held
+        assert engine.budget.unfinished == session.held
         if command.name != "compare_set":  # see the next test
             # All but the opcode, the key and lengths before a large value.
             assert session.held >= arrived - 64
     session.receive(command.frame[arrived:])
     while session.stalled():
         session.receive(b"")
-    assert (engine.unfinished, session.held) == (0, 0)
+    assert (engine.budget.unfinished, session.held) == (0, 0)
 
 
 def test_the_expected_value_counts_while_the_desired_one_arrives() -> None:
     session = greeted()
     session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(LARGE_VALUE_BYTES)).frame[:-1])
-    assert session.engine.unfinished > 8 * MIB
+    assert session.engine.budget.unfinished > 8 * MIB
 
 
 def test_a_stalled_session_goes_on_where_it_stopped() -> None:

@@ -16,7 +16,7 @@ from properties.test_fleet import commands
 from support import blob, u64
 from tcpstore_async.base.errors import BudgetError, LimitError, ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, GIB, MIB, PARKED_BYTES, Limits
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import pack
 
 SMALL = Limits(key_bytes=10, value_bytes=100, keys=4)
@@ -143,35 +143,35 @@ def test_a_list_item_is_refused_before_it_arrives() -> None:
 
 
 def test_unfinished_frames_of_all_connections_together() -> None:
-    engine = Engine(Limits(budget_bytes=100 * MIB))
+    engine = Store(Limits(budget_bytes=100 * MIB))
     first, second, third = greeted(engine), greeted(engine), greeted(engine)
     frame = Command("set", b"/a", bytes(8 * MIB)).frame
     large = Command("multi_set", [(b"/a", bytes(8 * MIB))] * 9).frame
     second.receive(frame[:-10])
     first.receive(large[:-10])
     third.receive(frame[:-10])
-    assert engine.pending_flush == [first]
-    error = engine.evicted[first]
+    assert engine.hub.pending_flush == [first]
+    error = engine.hub.evicted[first]
     assert isinstance(error, BudgetError)
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
     assert (first.input_buffer, first.partial, first.held) == (None, None, 0)
-    assert engine.unfinished == second.held + third.held
+    assert engine.budget.unfinished == second.held + third.held
     first.leave()
     second.receive(frame[-10:])
     third.receive(frame[-10:])
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
 
 
 def test_the_largest_holder_may_be_the_last_to_connect() -> None:
-    engine = Engine(Limits(budget_bytes=100 * MIB))
+    engine = Store(Limits(budget_bytes=100 * MIB))
     first, second = greeted(engine), greeted(engine)
     first.receive(Command("set", b"/a", bytes(8 * MIB)).frame[:-10])
     with pytest.raises(BudgetError) as raised:
         second.receive(Command("multi_set", [(b"/a", bytes(8 * MIB))] * 12).frame[:-10])
     assert raised.value.held > 80 * MIB
     second.leave()
-    assert engine.unfinished == first.held
+    assert engine.budget.unfinished == first.held
 
 
 def test_an_announcement_costs_no_memory() -> None:
@@ -277,7 +277,7 @@ def _fill(sent: list[tuple[bool, Command]], most: int) -> None:
             assert error.limit == "budget_bytes"
             assert error.size > error.allowed == most
             assert (everything(engine), measured(engine)) == before
-            assert not engine.pending_flush
+            assert not engine.hub.pending_flush
             # Were this a server, the session would leave; but nothing happened, so it may as well go on.
             session.input_buffer = None
         except ProtocolError:
@@ -285,7 +285,7 @@ def _fill(sent: list[tuple[bool, Command]], most: int) -> None:
         assert measured(engine) <= most
         for other in sessions:
             take(other)
-        engine.pending_flush.clear()
+        engine.hub.pending_flush.clear()
 
 
 def test_a_multi_set_too_large_for_the_store_sets_nothing() -> None:

@@ -18,7 +18,9 @@ from tcpstore_async.base.errors import StoreTimeoutError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
 from tcpstore_async.keyspace.agents import BEAT, CLOSE, LOOK
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.peer import Peer
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, State, joining
 from tcpstore_async.wire.commands import BY_METHOD, Command
 from tcpstore_async.wire.values import PREFIX
@@ -30,7 +32,7 @@ POLL = 1.0
 END = 150.0
 
 
-def taken(session: ServerSession) -> bytes:
+def taken(session: Peer) -> bytes:
     """Take what a session has to send."""
     replies = b"".join(session.out)
     session.out.clear()
@@ -42,9 +44,9 @@ class World:
     """The server, the clock, and what agents have seen."""
 
     def __init__(self, portion: int) -> None:
-        self.engine = Engine(Limits(), portion)
+        self.engine = Store(Limits(), portion)
         self.keyspace = self.engine.keyspace
-        self.actors: dict[ServerSession, Actor] = {}
+        self.actors: dict[Peer, Actor] = {}
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
@@ -59,11 +61,11 @@ class World:
         while self.events and self.events[0][0] <= end:
             self.now, _, event = heapq.heappop(self.events)
             event()
-            while self.keyspace.work or self.engine.pending_flush:
+            while self.keyspace.work or self.engine.hub.pending_flush:
                 if self.keyspace.work:
                     self.keyspace.step()
-                woken = list(self.engine.pending_flush)
-                self.engine.pending_flush.clear()
+                woken = list(self.engine.hub.pending_flush)
+                self.engine.hub.pending_flush.clear()
                 for session in woken:
                     if session.out:
                         self.actors[session].on_reply(taken(session))

@@ -481,7 +481,7 @@ def test_a_peer_that_is_evicted_while_many_are_flushed(
             for _ in range(5):  # turns of the loop without any event
                 await asyncio.sleep(0.01)
             assert server.count < 1 + len(names)
-            assert not server.engine.evicted
+            assert not server.engine.hub.evicted
             for reader in waiting:
                 reader.close()
 

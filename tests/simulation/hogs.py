@@ -11,7 +11,8 @@ import random
 from properties.fleet import HANDSHAKE, Command, Difference
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import MIB, Limits
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import size
 
 BUDGET = 2 * MIB
@@ -25,7 +26,7 @@ class Crowd:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.engine = Engine(Limits(budget_bytes=BUDGET, value_bytes=100_000))
+        self.engine = Store(Limits(budget_bytes=BUDGET, value_bytes=100_000))
         self.honest = [self.come() for _ in range(HONEST)]
         self.hogs = [self.come() for _ in range(HOGS)]
         self.sums = [0] * HONEST
@@ -98,7 +99,7 @@ class Crowd:
                 session.receive(b"".join(Command("delete_key", b"/large%d" % at).frame for at in range(4)))
 
     def _read_nothing(self, session: ServerSession) -> None:
-        if session.out and session not in self.engine.evicted:
+        if session.out and session not in self.engine.hub.evicted:
             said = list(session.out)
             session.out.clear()
             session.keep_unsent(said, 0)
@@ -106,12 +107,12 @@ class Crowd:
     def _flush(self) -> None:
         """Act as a server: close evicted sessions, take the output of the others."""
         engine, rounds = self.engine, 0
-        while engine.pending_flush:
-            pending_flush, engine.pending_flush = list(engine.pending_flush), []
+        while engine.hub.pending_flush:
+            pending_flush, engine.hub.pending_flush = list(engine.hub.pending_flush), []
             for session in pending_flush:
-                if session in engine.evicted and session in self.honest:
-                    raise Difference(f"an honest peer has to go: {engine.evicted[session]}")
-                if session in engine.evicted and session in self.hogs:
+                if session in engine.hub.evicted and session in self.honest:
+                    raise Difference(f"an honest peer has to go: {engine.hub.evicted[session]}")
+                if session in engine.hub.evicted and session in self.hogs:
                     self._remove(self.hogs.index(session))
                 elif session in self.hogs:
                     self._read_nothing(session)

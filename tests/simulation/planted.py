@@ -87,7 +87,7 @@ def _replies_first(session: ServerSession, value: Any) -> None:
     said = b"\0" if value is None else value
     session.out.insert(0, said)
     session.unsent += len(said)
-    session.engine.pending_flush.append(session)
+    session.engine.hub.pending_flush.append(session)
 
 
 def _fires_again(store: Keyspace, waiter: Waiter, ended: int) -> None:
@@ -233,7 +233,7 @@ PLANTED: dict[str, Plant] = {
     "a wake is not to be flushed": (
         ServerSession,
         "fire",
-        _after(lambda session, value: session.engine.pending_flush.pop()),
+        _after(lambda session, value: session.engine.hub.pending_flush.pop()),
     ),
     "the newest item comes first": (Keyspace, "queue_pop", _before(_newest_first)),
     "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),

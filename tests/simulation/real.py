@@ -116,7 +116,12 @@ class StageBook(Book):
             raise Difference("somebody asked for the names of all keys")
         if self.stage.refusals:
             raise Difference(f"the server refused {self.stage.refusals}")
-        held = (len(keyspace.waiters), len(keyspace.handoffs), len(keyspace.counters), self.stage.engine.unfinished)
+        held = (
+            len(keyspace.waiters),
+            len(keyspace.handoffs),
+            len(keyspace.counters),
+            self.stage.engine.budget.unfinished,
+        )
         if any(held):
             raise Difference(f"waiters, hand-offs, counters, unfinished bytes are left: {held}")
 

@@ -32,7 +32,8 @@ from tcpstore_async.client.wait_queue import Ticket
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.identity import SINGLE_LINKS, Identity
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 _monotonic, _sleep, _poll = time.monotonic, time.sleep, select.poll
 
@@ -48,13 +49,13 @@ def _job(session: ServerSession) -> Any:
     return getattr(session, "job", None)
 
 
-def _engine(portion: int) -> Engine:
+def _engine(portion: int) -> Store:
     """An engine that does so many keys in a step, if it does steps."""
-    any_engine: Any = Engine
-    return cast(Engine, any_engine(Limits(), portion) if _STEPS else any_engine(Limits()))
+    any_engine: Any = Store
+    return cast(Store, any_engine(Limits(), portion) if _STEPS else any_engine(Limits()))
 
 
-_STEPS: Final = hasattr(Engine(Limits()).keyspace, "work")
+_STEPS: Final = hasattr(Store(Limits()).keyspace, "work")
 
 
 class Choices:
@@ -223,14 +224,14 @@ class Stage:
         slot.call = both
 
     def flush(self, *sessions: ServerSession) -> None:
-        for session in (*sessions, *self.engine.pending_flush):
+        for session in (*sessions, *self.engine.hub.pending_flush):
             if session.out and isinstance(session.owner, Pipe):
                 data = b"".join(session.out)
                 session.out.clear()
                 session.unsent -= len(data)
                 if session.owner.open and not session.owner.was_reset:
                     session.owner.down += data
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
 
     def connect(self) -> Pipe:
         pipe = Pipe(self, _me())
@@ -255,7 +256,7 @@ class Stage:
                 self._trouble(alive)
                 continue
             able = [actor for actor in alive if actor.can_go()]
-            ways: list[Pipe | Engine] = [pipe for pipe in self.pipes if pipe.moves()]
+            ways: list[Pipe | Store] = [pipe for pipe in self.pipes if pipe.moves()]
             if self.has_work():
                 ways.append(self.engine)
             count = len(able) + len(ways)

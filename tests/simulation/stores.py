@@ -32,7 +32,8 @@ from tcpstore_async.client.store_name import StoreEndedError, StoreName, StoreTa
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import ENDED, ENTERED, TAKEN, identity, read_enter_reply
 from tcpstore_async.session.named_stores import NamedStore, NamedStores
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import BY_METHOD, SERVER_KEY
 from tcpstore_async.wire.values import PREFIX, framed, unpack
 
@@ -50,7 +51,7 @@ WHO: Final = f"host {socket.gethostname()}, pid {os.getpid()}"
 class Life:
     """What an incarnation of a name should be. The store without a name has none."""
 
-    def __init__(self, portion: int, engine: Engine, name: str = "", attempt: str = "") -> None:
+    def __init__(self, portion: int, engine: Store, name: str = "", attempt: str = "") -> None:
         self.model = Model(portion)
         self.model.reserved = {key: unpack(value) for key, value in engine.keyspace.reserved.items()}
         self.engine = engine
@@ -67,7 +68,7 @@ class Life:
 class Connection:
     """Both ends of a connection, and what is on its way between them."""
 
-    def __init__(self, engine: Engine, nameless: Life, number: int) -> None:
+    def __init__(self, engine: Store, nameless: Life, number: int) -> None:
         self.server = ServerSession(engine, number, "::1", number, 0.0)
         self.session = ClientSession()
         self.up = bytearray()
@@ -102,7 +103,7 @@ class World:
 
     def __init__(self, clients: int, portion: int) -> None:
         self.portion = portion
-        self.engine = Engine(Limits(), portion)
+        self.engine = Store(Limits(), portion)
         self.engine.identify(identity("the server", "uv"))
         self.named = NamedStores(self.engine, "the server")
         self.named.on_released = lambda store: self.released.append(store)
@@ -342,7 +343,7 @@ class World:
 
     def _evict(self) -> None:
         """Close what the server wants to be closed: those whose store has ended."""
-        evicted = self.engine.evicted
+        evicted = self.engine.hub.evicted
         while evicted:
             server, error = next(iter(evicted.items()))
             connection = next(one for one in self.connections if one.server is server)
@@ -374,7 +375,7 @@ class World:
         self.connections = [one for one in self.connections if one.there]
         for life in (self.nameless, *self.lives.values()):
             life.model.woken.clear()
-        self.engine.pending_flush.clear()
+        self.engine.hub.pending_flush.clear()
 
     def _take(self, connection: Connection, count: int) -> None:
         """The first bytes of what a session is sent leave the server."""
@@ -521,8 +522,8 @@ class World:
             self._do_die(client.number)
         self.rest()
         named, engine = self.named, self.engine
-        left = (named.stores, named.ending, named.waiting, named.entries, named.to_work, engine.evicted)
-        if any(left) or engine.unvalidated or engine.budget.holders:
+        left = (named.stores, named.ending, named.waiting, named.entries, named.to_work, engine.hub.evicted)
+        if any(left) or engine.hub.unvalidated or engine.budget.holders:
             raise Difference(f"left: {left}")
         _same("bytes of waiters", engine.keyspace.parked, 0)
         connection = self._do_open(0, 0)

@@ -20,7 +20,8 @@ from tcpstore_async.keyspace.agents import (
     SUCCEEDED,
 )
 from tcpstore_async.keyspace.keyspace import Keyspace
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import pack, unpack
 
 FAILED = 0
@@ -31,7 +32,7 @@ class Job:
     """Agents of one job on a server whose clock stands still until `now` is set."""
 
     def __init__(self, portion: int = 1000) -> None:
-        self.engine = Engine(Limits(), portion)
+        self.engine = Store(Limits(), portion)
         self.now = 1000.0
         self.keyspace.clock = lambda: self.now
         self.agents: dict[bytes, ServerSession] = {}
@@ -173,7 +174,7 @@ def test_what_is_remembered_is_counted_and_goes_with_the_rounds() -> None:
         for agent in job.agents.values():
             agent.leave()
         job.agents.clear()
-    job.engine.pending_flush.clear()
+    job.engine.hub.pending_flush.clear()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(job.keyspace.ended) == len(keys)

@@ -13,7 +13,8 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import ParkOnKeys
 from tcpstore_async.keyspace.queues import MAX_LEASES
 from tcpstore_async.serving import build
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import SERVER_KEY
 from tcpstore_async.wire.values import PREFIX, pack, size, unpack
 
@@ -23,8 +24,8 @@ KEYS = [b"k%d" % number for number in range(10)]
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Limits(), portion=3)
+def engine() -> Store:
+    return Store(Limits(), portion=3)
 
 
 def ask(session: ServerSession, name: str, *fields: object) -> None:
@@ -48,13 +49,13 @@ def heard(session: ServerSession) -> bytes:
     return said
 
 
-def nothing_is_left(engine: Engine) -> bool:
+def nothing_is_left(engine: Store) -> bool:
     keyspace = engine.keyspace
     registrations = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
     return not any(registrations) and keyspace.parked == 0 and not keyspace.work
 
 
-def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> None:
+def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Store) -> None:
     session = greeted(engine)
     ask(session, "wait", KEYS)
     session.receive(b"")
@@ -68,7 +69,7 @@ def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> N
 
 @pytest.mark.parametrize("alike", [1, 2], ids=["each for its own keys", "in pairs for one list"])
 def test_registrations_of_many_who_leave_at_once_are_dropped_in_steps(alike: int) -> None:
-    engine = Engine(Limits(), portion=100)
+    engine = Store(Limits(), portion=100)
     waiting = [greeted(engine) for _ in range(20)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"%d/%d" % (number // alike, key) for key in range(50)])
@@ -84,7 +85,7 @@ def test_registrations_of_many_who_leave_at_once_are_dropped_in_steps(alike: int
     assert nothing_is_left(engine)
 
 
-def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: Engine) -> None:
+def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: Store) -> None:
     gone, waiting, other = greeted(engine), greeted(engine), greeted(engine)
     for session in (gone, waiting):
         ask(session, "wait", KEYS)
@@ -97,7 +98,7 @@ def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: 
     assert nothing_is_left(engine)
 
 
-def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(engine: Engine) -> None:
+def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(engine: Store) -> None:
     early, late, many, other = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
     ask(many, "wait", KEYS)
     finish(many)
@@ -113,7 +114,7 @@ def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(eng
     assert nothing_is_left(engine)
 
 
-def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Engine) -> None:
+def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Store) -> None:
     many, fetching, first, second = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
     ask(many, "wait", KEYS)
     finish(many)
@@ -132,7 +133,7 @@ def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Engine) ->
     assert nothing_is_left(engine)
 
 
-def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Engine) -> None:
+def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Store) -> None:
     many, first, second = greeted(engine), greeted(engine), greeted(engine)
     ask(many, "wait", KEYS)
     finish(many)
@@ -149,7 +150,7 @@ def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Engine) 
     assert nothing_is_left(engine)
 
 
-def test_a_cancel_behind_a_long_wait_follows_it(engine: Engine) -> None:
+def test_a_cancel_behind_a_long_wait_follows_it(engine: Store) -> None:
     session = greeted(engine)
     session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
     assert session.stalled()
@@ -158,7 +159,7 @@ def test_a_cancel_behind_a_long_wait_follows_it(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_key_counts_from_the_step_that_looks_at_it(engine: Engine) -> None:
+def test_a_key_counts_from_the_step_that_looks_at_it(engine: Store) -> None:
     """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
     session, other = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS)
@@ -176,7 +177,7 @@ def test_a_key_counts_from_the_step_that_looks_at_it(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_second_wait_follows_a_long_first_one(engine: Engine) -> None:
+def test_a_second_wait_follows_a_long_first_one(engine: Store) -> None:
     session, other = greeted(engine), greeted(engine)
     session.receive(Command("wait", KEYS).frame + Command("wait", [b"x"]).frame)
     finish(session)
@@ -189,7 +190,7 @@ def test_a_second_wait_follows_a_long_first_one(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "reply"), [("check", b"\0"), ("multi_get", pack(b"1") * len(KEYS))])
-def test_a_long_read_is_executed_at_once(engine: Engine, name: str, reply: bytes) -> None:
+def test_a_long_read_is_executed_at_once(engine: Store, name: str, reply: bytes) -> None:
     """Only its list is freed in steps."""
     session, other = greeted(engine), greeted(engine)
     for key in KEYS:
@@ -203,7 +204,7 @@ def test_a_long_read_is_executed_at_once(engine: Engine, name: str, reply: bytes
 
 
 @pytest.mark.parametrize("wait", [("wait", [b"k"]), ("fetch", b"k"), ("wait_count", b"k", 1)])
-def test_many_waiters_are_woken_in_order_of_arrival(engine: Engine, wait: tuple[str, object]) -> None:
+def test_many_waiters_are_woken_in_order_of_arrival(engine: Store, wait: tuple[str, object]) -> None:
     waiting = [greeted(engine) for _ in range(20)]
     other = greeted(engine)
     for session in waiting:
@@ -211,10 +212,10 @@ def test_many_waiters_are_woken_in_order_of_arrival(engine: Engine, wait: tuple[
     ask(other, "add", b"k", 1)
     assert engine.keyspace.work
     finish(other)
-    assert engine.pending_flush == waiting
+    assert engine.hub.pending_flush == waiting
 
 
-def test_waiters_may_leave_while_many_are_woken(engine: Engine) -> None:
+def test_waiters_may_leave_while_many_are_woken(engine: Store) -> None:
     waiting = [greeted(engine) for _ in range(10)]
     other = greeted(engine)
     for session in waiting:
@@ -237,7 +238,7 @@ def left_of(*sessions: ServerSession) -> int:
     return sum(len(session.parked or ()) for session in sessions)
 
 
-def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Engine) -> None:
+def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Store) -> None:
     waiting = [greeted(engine) for _ in range(4)]
     other = greeted(engine)
     for session in waiting:
@@ -257,7 +258,7 @@ def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Engine) -
 
 
 def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
-    engine = Engine(Limits(), portion=100)
+    engine = Store(Limits(), portion=100)
     waiting = [greeted(engine) for _ in range(50)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"other%d" % number])
@@ -272,7 +273,7 @@ def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
 
 
 def test_many_pushes_at_once_let_others_in_between() -> None:
-    engine = Engine(Limits(), portion=100)
+    engine = Store(Limits(), portion=100)
     waiting = [greeted(engine) for _ in range(50)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"other%d" % number])
@@ -296,7 +297,7 @@ def test_many_pushes_at_once_let_others_in_between() -> None:
 @pytest.mark.parametrize("taken", [False, True])
 def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(taken: bool) -> None:
     """Nobody is left asleep before an item, and an item that somebody else has taken is not offered."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     queues = [b"q%d" % number for number in range(1000)]
     holder, other = greeted(engine), greeted(engine)
     for ticket, queue in enumerate(queues):
@@ -328,7 +329,7 @@ def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(t
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
 def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     other = greeted(engine)
     sessions = [greeted(engine) for _ in range(3)]
     holder = greeted(engine)
@@ -346,7 +347,7 @@ def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None
 
 @pytest.mark.parametrize("wait", [("fetch", b"k9"), ("lease_later", b"k9", 1)])
 def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
-    engine: Engine, wait: tuple[str, object]
+    engine: Store, wait: tuple[str, object]
 ) -> None:
     many, waiter, other = greeted(engine), greeted(engine), greeted(engine)
     ask(many, "wait", KEYS)
@@ -361,7 +362,7 @@ def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
     assert heard(waiter) == (NEW if wait[0] == "fetch" else bytes(8))
 
 
-def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(engine: Engine) -> None:
+def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(engine: Store) -> None:
     session, other = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS)
     finish(session)
@@ -375,7 +376,7 @@ def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command
     assert nothing_is_left(engine)
 
 
-def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(engine: Engine) -> None:
+def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(engine: Store) -> None:
     session = greeted(engine)
     ask(session, "wait", KEYS)
     finish(session)
@@ -385,7 +386,7 @@ def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_ne
     assert nothing_is_left(engine)
 
 
-def test_waiters_for_many_keys_that_are_set_may_leave(engine: Engine) -> None:
+def test_waiters_for_many_keys_that_are_set_may_leave(engine: Store) -> None:
     waiting = [greeted(engine) for _ in range(3)]
     other = greeted(engine)
     for session in waiting:
@@ -401,7 +402,7 @@ def test_waiters_for_many_keys_that_are_set_may_leave(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engine: Engine) -> None:
+def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engine: Store) -> None:
     first, second, other = greeted(engine), greeted(engine), greeted(engine)
     ask(first, "wait", [*KEYS, b"q"])
     finish(first)
@@ -420,7 +421,7 @@ def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engin
 NEW = pack(b"new")
 
 
-def test_a_long_multi_set_is_executed_at_once(engine: Engine) -> None:
+def test_a_long_multi_set_is_executed_at_once(engine: Store) -> None:
     session, other = greeted(engine), greeted(engine)
     ask(other, "set", KEYS[0], b"old")
     ask(session, "multi_set", PAIRS)
@@ -430,14 +431,14 @@ def test_a_long_multi_set_is_executed_at_once(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_what_follows_a_long_multi_set_is_done_after_it(engine: Engine) -> None:
+def test_what_follows_a_long_multi_set_is_done_after_it(engine: Store) -> None:
     session = greeted(engine)
     session.receive(Command("multi_set", PAIRS).frame + Command("get", KEYS[9]).frame)
     finish(session)
     assert heard(session) == NEW
 
 
-def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnects(engine: Engine) -> None:
+def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnects(engine: Store) -> None:
     many, first, second = greeted(engine), greeted(engine), greeted(engine)
     ask(many, "wait", KEYS)
     finish(many)
@@ -453,7 +454,7 @@ def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnect
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_long_multi_set_that_fits_once_is_not_counted_twice(waits: bool) -> None:
     """Its request is no longer held when its pairs are stored, even if it had to wait."""
-    engine = Engine(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
+    engine = Store(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
     many, first, session = greeted(engine), greeted(engine), greeted(engine)
     if waits:
         ask(many, "wait", KEYS)
@@ -466,7 +467,7 @@ def test_a_long_multi_set_that_fits_once_is_not_counted_twice(waits: bool) -> No
     assert size(engine.keyspace.values[KEYS[9]]) == PREFIX + MIB // 4
 
 
-def test_a_long_multi_set_that_is_refused_changes_nothing(engine: Engine) -> None:
+def test_a_long_multi_set_that_is_refused_changes_nothing(engine: Store) -> None:
     session = greeted(engine)
     engine.identify(b"{}")
     with pytest.raises(PeerError):
@@ -478,18 +479,18 @@ def test_a_long_multi_set_that_is_refused_changes_nothing(engine: Engine) -> Non
     assert nothing_is_left(engine)
 
 
-def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Engine) -> None:
+def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Store) -> None:
     session = greeted(engine)
     session.receive(Command("multi_set", PAIRS).frame[:-1])
     session.leave()
     assert engine.keyspace.work
     finish(session)
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
     assert nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("queues", [1, MAX_LEASES])
-def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Engine, queues: int) -> None:
+def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Store, queues: int) -> None:
     session, other = greeted(engine), greeted(engine)
     for number in range(MAX_LEASES):
         ask(other, "queue_push", b"q%d" % (number % queues), b"%d" % number)
@@ -501,7 +502,7 @@ def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(eng
 
 
 @pytest.mark.parametrize("method", ["lease", "lease_later"])
-def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Engine, method: str) -> None:
+def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Store, method: str) -> None:
     session, other = greeted(engine), greeted(engine)
     for number in range(MAX_LEASES - 1):
         ask(other, "queue_push", b"q", b"")
@@ -514,7 +515,7 @@ def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Engine,
     assert len(session.leases) == MAX_LEASES
 
 
-def test_a_reply_may_be_as_long_as_the_limit(engine: Engine) -> None:
+def test_a_reply_may_be_as_long_as_the_limit(engine: Store) -> None:
     session = greeted(engine)
     for key in KEYS:
         ask(session, "set", key, b"value")
@@ -528,7 +529,7 @@ def test_a_reply_may_be_as_long_as_the_limit(engine: Engine) -> None:
         ask(session, "multi_get", KEYS)
 
 
-def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Engine) -> None:
+def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Store) -> None:
     """It ended when the wait began, so the second waiter was woken; if that leaves, the item is the first one's."""
     first, second, third, writer = (greeted(engine) for _ in range(4))
     for session in (first, second, third):
@@ -546,7 +547,7 @@ def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Engi
     assert heard(third) == b"\0"
 
 
-def test_large_values_longer_than_the_limit_are_no_reply(engine: Engine) -> None:
+def test_large_values_longer_than_the_limit_are_no_reply(engine: Store) -> None:
     session = greeted(engine)
     for _ in range(2):
         ask(session, "append", b"k", bytes(4_000_000))
@@ -558,7 +559,7 @@ def test_large_values_longer_than_the_limit_are_no_reply(engine: Engine) -> None
         engine.keyspace.multi_get([b"k"])
 
 
-def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine: Engine) -> None:
+def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine: Store) -> None:
     """They count it down, as they would had it been registered at once; it is answered once."""
     session, writer = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS[:2])
@@ -578,7 +579,7 @@ def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine
     assert nothing_is_left(engine)
 
 
-def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(engine: Engine) -> None:
+def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(engine: Store) -> None:
     session, writer = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS[:3])
     for key in KEYS[5:]:
@@ -596,7 +597,7 @@ def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_
     assert nothing_is_left(engine)
 
 
-def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: Engine) -> None:
+def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: Store) -> None:
     """As any next command does, once it awaits something itself."""
     first, second, writer = (greeted(engine) for _ in range(3))
     for session in (first, second):
@@ -617,7 +618,7 @@ def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: En
     assert engine.keyspace.handoffs == {}
 
 
-def agents(engine: Engine, names: bytes, least: int) -> list[ServerSession]:
+def agents(engine: Store, names: bytes, least: int) -> list[ServerSession]:
     """Return the sessions of agents, each with a name of one letter, that meet in a round of at least so many."""
     sessions = [greeted(engine) for _ in names]
     for session, name in zip(sessions, names, strict=True):
@@ -630,7 +631,7 @@ def answer(number: int, rank: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("left", [-1, 0])
-def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(engine: Engine, left: int) -> None:
+def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(engine: Store, left: int) -> None:
     """A connection that broke may still be open on the server when the agent has another one."""
     sessions = agents(engine, b"abcde", 5)
     assert engine.keyspace.work
@@ -642,7 +643,7 @@ def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(e
     assert [heard(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
 
 
-def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engine: Engine) -> None:
+def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engine: Store) -> None:
     """By becoming the agent `f`, that of the first round leaves it; this forms the next one, of which `f` is part."""
     [alone] = agents(engine, b"a", 1)
     assert heard(alone) == answer(0, 0, 1)
@@ -652,7 +653,7 @@ def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engin
     assert [heard(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
 
 
-def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(engine: Engine) -> None:
+def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(engine: Store) -> None:
     sessions = agents(engine, b"abcde", 5)
     ask(sessions[4], "attend", b"job", b"e", 1, 1)
     assert list(engine.keyspace.rounds[b"job"].agents) == [b"e"]
@@ -660,7 +661,7 @@ def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent
     assert [heard(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
 
 
-def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(engine: Engine) -> None:
+def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(engine: Store) -> None:
     [alone] = agents(engine, b"a", 1)
     waiting = agents(engine, b"bcde", 4)
     ask(alone, "attend", b"job", b"a", 3, 0)

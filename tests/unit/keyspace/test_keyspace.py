@@ -15,21 +15,22 @@ from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.waiter_types import Waiter
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import EMPTY, GROWING_BYTES, pack, unpack
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Limits())
+def engine() -> Store:
+    return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Engine) -> Keyspace:
+def keyspace(engine: Store) -> Keyspace:
     return engine.keyspace
 
 
-def waiter(engine: Engine) -> ServerSession:
+def waiter(engine: Store) -> ServerSession:
     return ServerSession(engine, None, "::1", 1, 0.0)
 
 
@@ -138,7 +139,7 @@ def test_multi(keyspace: Keyspace) -> None:
 # Waiting
 
 
-def test_a_wait_ends_once(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_wait_ends_once(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     assert not keyspace.wait(session, [b"a", b"b"])
     keyspace.set(b"a", EMPTY)
@@ -151,7 +152,7 @@ def test_a_wait_ends_once(engine: Engine, keyspace: Keyspace) -> None:
     assert session.parked is None
 
 
-def test_a_key_named_twice_is_registered_twice(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_key_named_twice_is_registered_twice(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a", b"a", b"b"])
     assert session.remaining == 3
@@ -161,7 +162,7 @@ def test_a_key_named_twice_is_registered_twice(engine: Engine, keyspace: Keyspac
     assert woken(session) == 1
 
 
-def test_a_second_wait_replaces_the_first(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_second_wait_replaces_the_first(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
@@ -172,7 +173,7 @@ def test_a_second_wait_replaces_the_first(engine: Engine, keyspace: Keyspace) ->
     assert keyspace.waiters == {}
 
 
-def test_a_stale_registration_counts_down_the_next_wait(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_stale_registration_counts_down_the_next_wait(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
@@ -183,7 +184,7 @@ def test_a_stale_registration_counts_down_the_next_wait(engine: Engine, keyspace
     assert woken(session) == 1
 
 
-def test_cancel_drops_every_registration(engine: Engine, keyspace: Keyspace) -> None:
+def test_cancel_drops_every_registration(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     assert keyspace.cancel_wait(session)
     keyspace.wait(session, [b"a", b"b"])
@@ -195,7 +196,7 @@ def test_cancel_drops_every_registration(engine: Engine, keyspace: Keyspace) -> 
 
 
 @pytest.mark.parametrize("expected", [b"x", b""])
-def test_a_failed_compare_set_wakes_nobody(engine: Engine, keyspace: Keyspace, expected: bytes) -> None:
+def test_a_failed_compare_set_wakes_nobody(engine: Store, keyspace: Keyspace, expected: bytes) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     if not expected:
@@ -216,7 +217,7 @@ def test_a_wait_that_would_exceed_the_budget_changes_nothing() -> None:
 # Barriers
 
 
-def test_barrier(engine: Engine, keyspace: Keyspace) -> None:
+def test_barrier(engine: Store, keyspace: Keyspace) -> None:
     first, second, third = (waiter(engine) for _ in range(3))
     assert not keyspace.barrier(first, b"b", 3)
     assert not keyspace.barrier(second, b"b", 3)
@@ -227,7 +228,7 @@ def test_barrier(engine: Engine, keyspace: Keyspace) -> None:
     assert keyspace.get(b"b") == pack(b"4")
 
 
-def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(engine: Store, keyspace: Keyspace) -> None:
     early, late = waiter(engine), waiter(engine)
     keyspace.wait(early, [b"b"])
     keyspace.barrier(waiter(engine), b"b", 2)
@@ -235,14 +236,14 @@ def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(engine: Engine, 
     assert keyspace.wait(late, [b"b"])
 
 
-def test_a_peer_that_leaves_a_barrier_stays_counted(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_peer_that_leaves_a_barrier_stays_counted(engine: Store, keyspace: Keyspace) -> None:
     gone = waiter(engine)
     keyspace.barrier(gone, b"b", 2)
     gone.leave()
     assert keyspace.barrier(waiter(engine), b"b", 2)
 
 
-def test_a_barrier_on_what_is_no_number_changes_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_barrier_on_what_is_no_number_changes_nothing(engine: Store, keyspace: Keyspace) -> None:
     keyspace.set(b"b", pack(b"x"))
     with pytest.raises(ProtocolError):
         keyspace.barrier(waiter(engine), b"b", 2)
@@ -267,7 +268,7 @@ def test_queue(keyspace: Keyspace) -> None:
     assert keyspace.size == 0
 
 
-def test_a_queue_serves_in_order_of_arrival(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_queue_serves_in_order_of_arrival(engine: Store, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(40)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
@@ -279,7 +280,7 @@ def test_a_queue_serves_in_order_of_arrival(engine: Engine, keyspace: Keyspace) 
     assert keyspace.waiters == {}
 
 
-def test_a_served_waiter_registers_behind_the_others(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_served_waiter_registers_behind_the_others(engine: Store, keyspace: Keyspace) -> None:
     """Q1."""
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
@@ -292,7 +293,7 @@ def test_a_served_waiter_registers_behind_the_others(engine: Engine, keyspace: K
     assert (woken(a), woken(b)) == (0, 1)
 
 
-def test_a_served_waiter_is_not_woken_for_another_key(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_served_waiter_is_not_woken_for_another_key(engine: Store, keyspace: Keyspace) -> None:
     """Q2."""
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
@@ -307,7 +308,7 @@ def test_a_served_waiter_is_not_woken_for_another_key(engine: Engine, keyspace: 
     assert woken(a)
 
 
-def test_a_queue_that_holds_items_is_not_awaited(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_queue_that_holds_items_is_not_awaited(engine: Store, keyspace: Keyspace) -> None:
     """Q3."""
     a = waiter(engine)
     keyspace.queue_push(b"q", pack(b"1"))
@@ -316,7 +317,7 @@ def test_a_queue_that_holds_items_is_not_awaited(engine: Engine, keyspace: Keysp
     assert woken(a)
 
 
-def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Store, keyspace: Keyspace) -> None:
     """Q4."""
     a, b, c = (waiter(engine) for _ in range(3))
     for session in (a, b, c):
@@ -331,7 +332,7 @@ def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Engine, keysp
     assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
 
 
-def test_a_push_counts_down_waiters_that_await_more(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_push_counts_down_waiters_that_await_more(engine: Store, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q", b"k"])
     keyspace.wait(b, [b"q"])
@@ -341,7 +342,7 @@ def test_a_push_counts_down_waiters_that_await_more(engine: Engine, keyspace: Ke
     assert woken(a)
 
 
-def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Keyspace) -> None:
+def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Store, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
     keyspace.wait(b, [b"q"])
@@ -353,7 +354,7 @@ def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Ke
 
 @pytest.mark.parametrize("enter", [lambda k, w, key: k.wait(w, [key]), lambda k, w, key: k.barrier(w, key, 4)])
 def test_peers_that_name_one_key_in_a_row_share_it(
-    engine: Engine, enter: Callable[[Keyspace, ServerSession, bytes], bool]
+    engine: Store, enter: Callable[[Keyspace, ServerSession, bytes], bool]
 ) -> None:
     parked: list[bytes] = []
     for _ in range(3):
@@ -376,7 +377,7 @@ class Registered(OrderedDict[Waiter, int]):
             yield item
 
 
-def with_stale_registrations(engine: Engine, count: int) -> list[ServerSession]:
+def with_stale_registrations(engine: Store, count: int) -> list[ServerSession]:
     """Return so many sessions with a stale registration under q."""
     sessions = [waiter(engine) for _ in range(count)]
     for session in sessions:
@@ -389,7 +390,7 @@ def with_stale_registrations(engine: Engine, count: int) -> list[ServerSession]:
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_a_push_looks_at_a_stale_registration_once(engine: Engine, keyspace: Keyspace, count: int) -> None:
+def test_a_push_looks_at_a_stale_registration_once(engine: Store, keyspace: Keyspace, count: int) -> None:
     with_stale_registrations(engine, count)
     session = waiter(engine)
     looks = []
@@ -403,7 +404,7 @@ def test_a_push_looks_at_a_stale_registration_once(engine: Engine, keyspace: Key
     assert looks == [count + 1] + [1] * 9
 
 
-def test_stale_registrations_that_a_queue_skipped_still_count(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_that_a_queue_skipped_still_count(engine: Store, keyspace: Keyspace) -> None:
     first, second, *rest = with_stale_registrations(engine, 40)
     keyspace.queue_push(b"q", EMPTY)
     keyspace.queue_pop(b"q")
@@ -428,7 +429,7 @@ def test_stale_registrations_that_a_queue_skipped_still_count(engine: Engine, ke
     assert (keyspace.waiters, keyspace.stale, keyspace.handoffs, keyspace.size) == ({}, {}, {}, 0)
 
 
-def test_waiters_that_a_queue_skipped_may_leave(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_that_a_queue_skipped_may_leave(engine: Store, keyspace: Keyspace) -> None:
     sessions = with_stale_registrations(engine, 3)
     keyspace.queue_push(b"q", EMPTY)
     for session in sessions:
@@ -438,7 +439,7 @@ def test_waiters_that_a_queue_skipped_may_leave(engine: Engine, keyspace: Keyspa
     assert keyspace.queue_len(b"q") == 2
 
 
-def test_registrations_are_compacted_when_waiters_leave(engine: Engine, keyspace: Keyspace) -> None:
+def test_registrations_are_compacted_when_waiters_leave(engine: Store, keyspace: Keyspace) -> None:
     """The next push would step over their places."""
     sessions = [waiter(engine) for _ in range(1_000)]
     for session in sessions:
@@ -455,7 +456,7 @@ def test_registrations_are_compacted_when_waiters_leave(engine: Engine, keyspace
 # Size
 
 
-def test_everything_counts_bytes(engine: Engine, keyspace: Keyspace) -> None:
+def test_everything_counts_bytes(engine: Store, keyspace: Keyspace) -> None:
     keyspace.set(b"key", pack(b"value"))
     assert keyspace.size == ENTRY_BYTES + 3 + 13
     keyspace.set(b"key", pack(b""))

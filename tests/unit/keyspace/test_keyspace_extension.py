@@ -13,7 +13,8 @@ from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 from tcpstore_async.wire.values import ABSENT, EMPTY, pack
 
@@ -22,16 +23,16 @@ Write = Callable[[Keyspace], object]
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Limits())
+def engine() -> Store:
+    return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Engine) -> Keyspace:
+def keyspace(engine: Store) -> Keyspace:
     return engine.keyspace
 
 
-def waiter(engine: Engine) -> ServerSession:
+def waiter(engine: Store) -> ServerSession:
     return ServerSession(engine, None, "::1", 1, 0.0)
 
 
@@ -64,7 +65,7 @@ WRITES: dict[str, tuple[Write, bytes]] = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_fetched_value_is_sent_when_it_appears(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_a_fetched_value_is_sent_when_it_appears(engine: Store, keyspace: Keyspace, how: str) -> None:
     write, value = WRITES[how]
     first, second, other = waiter(engine), waiter(engine), waiter(engine)
     assert keyspace.fetch(first, b"k") is None
@@ -75,11 +76,11 @@ def test_a_fetched_value_is_sent_when_it_appears(engine: Engine, keyspace: Keysp
     write(keyspace)
     assert (heard(first), heard(second)) == ([], [])
     assert (first.remaining, first.parked, first.state, first.handoff) == (0, None, IDLE, None)
-    assert engine.pending_flush.count(first) == 1
+    assert engine.hub.pending_flush.count(first) == 1
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_an_existing_value_is_fetched_at_once(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_an_existing_value_is_fetched_at_once(engine: Store, keyspace: Keyspace, how: str) -> None:
     write, _ = WRITES[how]
     write(keyspace)
     session = waiter(engine)
@@ -87,7 +88,7 @@ def test_an_existing_value_is_fetched_at_once(engine: Engine, keyspace: Keyspace
     assert (session.remaining, session.parked, session.state, keyspace.waiters) == (0, None, IDLE, {})
 
 
-def test_a_large_fetched_value_is_not_copied(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_large_fetched_value_is_not_copied(engine: Store, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
@@ -95,7 +96,7 @@ def test_a_large_fetched_value_is_not_copied(engine: Engine, keyspace: Keyspace)
     assert all(session.out[0] is keyspace.values[b"k"] for session in sessions)
 
 
-def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Store, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
@@ -105,7 +106,7 @@ def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Engine, key
     assert b"".join(heard(sessions[0])) == pack(b"1" + bytes(MIB))
 
 
-def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: Store, keyspace: Keyspace) -> None:
     """As for WAIT."""
     session = waiter(engine)
     keyspace.fetch(session, b"b")
@@ -115,7 +116,7 @@ def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: E
     assert heard(session) == [pack(b"2")]
 
 
-def test_a_deleted_key_is_still_awaited(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_deleted_key_is_still_awaited(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.set(b"k", pack(b"1"))
     keyspace.delete_key(b"k")
@@ -128,7 +129,7 @@ def test_a_deleted_key_is_still_awaited(engine: Engine, keyspace: Keyspace) -> N
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait", "barrier", "wait_count"])
-def test_other_waits_during_a_fetch(engine: Engine, keyspace: Keyspace, again: str) -> None:
+def test_other_waits_during_a_fetch(engine: Store, keyspace: Keyspace, again: str) -> None:
     session = waiter(engine)
     keyspace.fetch(session, b"k")
     size = keyspace.size
@@ -156,7 +157,7 @@ def test_other_waits_during_a_fetch(engine: Engine, keyspace: Keyspace, again: s
 
 @pytest.mark.parametrize("value", [b"v", 5])
 def test_an_existing_value_is_fetched_during_another_wait(
-    engine: Engine, keyspace: Keyspace, value: bytes | int
+    engine: Store, keyspace: Keyspace, value: bytes | int
 ) -> None:
     session = waiter(engine)
     if isinstance(value, int):
@@ -169,7 +170,7 @@ def test_an_existing_value_is_fetched_during_another_wait(
     assert heard(session) == [WOKEN]
 
 
-def test_stale_registrations_end_no_fetch(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_end_no_fetch(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"stale"])
@@ -183,7 +184,7 @@ def test_stale_registrations_end_no_fetch(engine: Engine, keyspace: Keyspace) ->
 
 
 @pytest.mark.parametrize("cancel", ["cancel_fetch", "cancel_wait", "leave"])
-def test_an_ended_fetch_sends_nothing(engine: Engine, keyspace: Keyspace, cancel: str) -> None:
+def test_an_ended_fetch_sends_nothing(engine: Store, keyspace: Keyspace, cancel: str) -> None:
     session = waiter(engine)
     keyspace.fetch(session, b"k")
     if cancel == "cancel_fetch":
@@ -201,7 +202,7 @@ def test_an_ended_fetch_sends_nothing(engine: Engine, keyspace: Keyspace, cancel
     assert heard(session) == [WOKEN]
 
 
-def test_a_fetch_takes_no_item_from_other_waiters(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_fetch_takes_no_item_from_other_waiters(engine: Store, keyspace: Keyspace) -> None:
     """As a WAIT and a GET behind it would."""
     fetchers = [waiter(engine) for _ in range(40)]  # enough for compaction
     first, second = waiter(engine), waiter(engine)
@@ -220,7 +221,7 @@ def test_a_fetch_takes_no_item_from_other_waiters(engine: Engine, keyspace: Keys
     assert heard(second) == [WOKEN]
 
 
-def test_a_fetch_from_a_queue_hands_its_item_on(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_fetch_from_a_queue_hands_its_item_on(engine: Store, keyspace: Keyspace) -> None:
     first, second, pusher = waiter(engine), waiter(engine), waiter(engine)
     for session in (first, second, pusher):
         session.receive(bytes.fromhex("00cef7853c"))
@@ -248,7 +249,7 @@ REACHING: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("how", REACHING)
-def test_a_target_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_a_target_is_reached(engine: Store, keyspace: Keyspace, how: str) -> None:
     keyspace.set(b"n", pack(b"3"))
     size = keyspace.size
     first, second, more = waiter(engine), waiter(engine), waiter(engine)
@@ -265,7 +266,7 @@ def test_a_target_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> No
     assert (keyspace.waiters, keyspace.counters, keyspace.size) == ({}, {}, size)
 
 
-def test_arrivals_at_a_barrier_are_counted(engine: Engine, keyspace: Keyspace) -> None:
+def test_arrivals_at_a_barrier_are_counted(engine: Store, keyspace: Keyspace) -> None:
     """They wake no other waiter; but the number is reached, and there may be no further write."""
     one, two, three, plain = (waiter(engine) for _ in range(4))
     keyspace.wait_count(one, b"b", 1)
@@ -281,7 +282,7 @@ def test_arrivals_at_a_barrier_are_counted(engine: Engine, keyspace: Keyspace) -
     assert (keyspace.counters, keyspace.waiters) == ({}, {})
 
 
-def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait_count(session, b"b", 1)
     keyspace.barrier(session, b"b", 2)
@@ -298,7 +299,7 @@ def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Engine, keyspace: 
     (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
 ])  # fmt: skip
 def test_targets_that_are_reached_at_once(
-    engine: Engine, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
+    engine: Store, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
 ) -> None:
     if text is not None:
         keyspace.set(b"n", pack(text))
@@ -309,7 +310,7 @@ def test_targets_that_are_reached_at_once(
     assert heard(session) == ([] if reached else [WOKEN])
 
 
-def test_a_sum_that_wraps_reaches_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_sum_that_wraps_reaches_nothing(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.set(b"n", pack(b"1"))
     keyspace.wait_count(session, b"n", 2)
@@ -317,7 +318,7 @@ def test_a_sum_that_wraps_reaches_nothing(engine: Engine, keyspace: Keyspace) ->
     assert heard(session) == []
 
 
-def test_a_value_that_is_deleted_reaches_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_value_that_is_deleted_reaches_nothing(engine: Store, keyspace: Keyspace) -> None:
     """A missing key counts as 0; but DELETE_KEY wakes no waiter."""
     session = waiter(engine)
     keyspace.add(b"n", -5)
@@ -328,7 +329,7 @@ def test_a_value_that_is_deleted_reaches_nothing(engine: Engine, keyspace: Keysp
     assert heard(session) == [WOKEN]
 
 
-def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: Store, keyspace: Keyspace) -> None:
     early, late = waiter(engine), waiter(engine)
     keyspace.wait_count(early, b"n", 2)
     size = keyspace.size
@@ -345,7 +346,7 @@ def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: 
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
 
 
-def test_each_waiter_is_woken_at_its_own_target(engine: Engine, keyspace: Keyspace) -> None:
+def test_each_waiter_is_woken_at_its_own_target(engine: Store, keyspace: Keyspace) -> None:
     targets = [random.Random(number).randrange(1, 40) for number in range(200)]
     sessions = [waiter(engine) for _ in targets]
     for session, target in zip(sessions, targets, strict=True):
@@ -360,7 +361,7 @@ def test_each_waiter_is_woken_at_its_own_target(engine: Engine, keyspace: Keyspa
 
 
 @pytest.mark.parametrize("how", ["cancel_wait", "cancel_fetch", "leave", "wait", "barrier"])
-def test_an_ended_wait_count_is_not_woken(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_an_ended_wait_count_is_not_woken(engine: Store, keyspace: Keyspace, how: str) -> None:
     session, same, more = waiter(engine), waiter(engine), waiter(engine)
     for other, target in ((session, 3), (same, 3), (more, 4)):
         keyspace.wait_count(other, b"n", target)
@@ -387,7 +388,7 @@ def test_an_ended_wait_count_is_not_woken(engine: Engine, keyspace: Keyspace, ho
     assert nothing_is_left(keyspace)
 
 
-def test_stale_registrations_end_no_wait_count(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_end_no_wait_count(engine: Store, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"stale"])
@@ -402,7 +403,7 @@ def test_stale_registrations_end_no_wait_count(engine: Engine, keyspace: Keyspac
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait_count"])
-def test_other_waits_during_a_wait_count(engine: Engine, keyspace: Keyspace, again: str) -> None:
+def test_other_waits_during_a_wait_count(engine: Store, keyspace: Keyspace, again: str) -> None:
     session = waiter(engine)
     keyspace.wait_count(session, b"n", 5)
     size = keyspace.size
@@ -416,7 +417,7 @@ def test_other_waits_during_a_wait_count(engine: Engine, keyspace: Keyspace, aga
     assert heard(session) == [WOKEN]
 
 
-def test_a_queue_of_the_same_name_skips_a_counter(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_queue_of_the_same_name_skips_a_counter(engine: Store, keyspace: Keyspace) -> None:
     counting = waiter(engine)
     keyspace.wait_count(counting, b"q", 1)
     keyspace.queue_push(b"q", pack(b"the only item"))
@@ -436,7 +437,7 @@ def test_a_queue_of_the_same_name_skips_a_counter(engine: Engine, keyspace: Keys
     assert heard(counting) == [WOKEN]
 
 
-def test_waiters_for_a_key_and_for_its_number(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_for_a_key_and_for_its_number(engine: Store, keyspace: Keyspace) -> None:
     plain, fetching, counting = waiter(engine), waiter(engine), waiter(engine)
     keyspace.wait_count(counting, b"n", 2)
     keyspace.wait(plain, [b"n"])
@@ -447,16 +448,16 @@ def test_waiters_for_a_key_and_for_its_number(engine: Engine, keyspace: Keyspace
     assert heard(counting) == [WOKEN]
 
 
-def test_waiters_of_one_number_are_woken_in_order_of_arrival(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_of_one_number_are_woken_in_order_of_arrival(engine: Store, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(20)]
     for session in sessions:
         keyspace.wait_count(session, b"n", 1)
     sessions.pop(7).leave()
     keyspace.add(b"n", 1)
-    assert engine.pending_flush == sessions
+    assert engine.hub.pending_flush == sessions
 
 
-def test_a_write_looks_at_one_of_many_targets(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_write_looks_at_one_of_many_targets(engine: Store, keyspace: Keyspace) -> None:
     """What a write touches is one registration and the top of a heap, however many wait."""
     count = 10_000
     sessions = [waiter(engine) for _ in range(count)]
@@ -468,16 +469,16 @@ def test_a_write_looks_at_one_of_many_targets(engine: Engine, keyspace: Keyspace
     assert len(keyspace.waiters[b"n"]) == 1
     for total in range(1, count + 1):
         assert keyspace.add(b"n", 1) == total
-        assert len(engine.pending_flush) == 1
+        assert len(engine.hub.pending_flush) == 1
         assert len(counter.targets) == len(counter.awaiting) == count - total
         assert total == count or len(keyspace.waiters[b"n"]) == 1
-        engine.pending_flush.clear()
+        engine.hub.pending_flush.clear()
     assert all(heard(session) == [WOKEN] for session in sessions)
     keyspace.delete_key(b"n")
     assert nothing_is_left(keyspace)
 
 
-def test_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> None:
+def test_new_targets_cost_no_memory(engine: Store, keyspace: Keyspace) -> None:
     others = [waiter(engine) for _ in range(10)]
     for number, other in enumerate(others):
         keyspace.wait_count(other, b"n", 2**40 + number)
@@ -503,7 +504,7 @@ def test_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> None:
     assert heard(session) == []
 
 
-def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Store, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(500)]
     for number, session in enumerate(sessions):
         keyspace.wait_count(session, b"n", 1 + number // 2)
@@ -523,13 +524,13 @@ def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Engine, keyspa
 # Reserved keys
 
 
-def _reserved(engine: Engine) -> Keyspace:
+def _reserved(engine: Store) -> Keyspace:
     engine.identify(b"who")
     engine.announce(12)
     return engine.keyspace
 
 
-def test_reserved_keys_exist(engine: Engine) -> None:
+def test_reserved_keys_exist(engine: Store) -> None:
     keyspace = _reserved(engine)
     session = waiter(engine)
     assert (keyspace.get(SERVER_KEY), keyspace.get(JOINS_KEY)) == (pack(b"who"), pack(b"12"))
@@ -543,7 +544,7 @@ def test_reserved_keys_exist(engine: Engine) -> None:
     assert session.parked == {b"k"}
 
 
-def test_reserved_keys_are_no_keys_of_the_store(engine: Engine) -> None:
+def test_reserved_keys_are_no_keys_of_the_store(engine: Store) -> None:
     keyspace = _reserved(engine)
     assert (keyspace.num_keys(), keyspace.list_keys(), keyspace.size) == (0, [], 0)
     assert (keyspace.delete_key(SERVER_KEY), keyspace.delete_key(JOINS_KEY)) == (0, 0)
@@ -552,13 +553,13 @@ def test_reserved_keys_are_no_keys_of_the_store(engine: Engine) -> None:
     assert keyspace.get(JOINS_KEY) == pack(b"13")
 
 
-def test_no_joins_are_announced_without_an_owner(engine: Engine, keyspace: Keyspace) -> None:
+def test_no_joins_are_announced_without_an_owner(engine: Store, keyspace: Keyspace) -> None:
     assert not keyspace.check([JOINS_KEY])
     assert keyspace.get(JOINS_KEY) == EMPTY
 
 
 @pytest.mark.parametrize("how", ["set", "append", "add", "compare_set", "multi_set", "barrier", "open barrier"])
-def test_reserved_keys_are_read_only(engine: Engine, how: str) -> None:
+def test_reserved_keys_are_read_only(engine: Store, how: str) -> None:
     keyspace = _reserved(engine)
     session = waiter(engine)
     with pytest.raises(ProtocolError, match="key tcpstore_async/joins is read-only"):
@@ -581,7 +582,7 @@ def test_reserved_keys_are_read_only(engine: Engine, how: str) -> None:
 
 def test_a_push_to_a_reserved_key_evicts_nobody() -> None:
     """It is refused before others are evicted for it: whatever can refuse does so before the first change."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     engine.identify(b"{}")
     asked: list[int] = []
     engine.keyspace.on_full = asked.append
@@ -592,7 +593,7 @@ def test_a_push_to_a_reserved_key_evicts_nobody() -> None:
     assert not engine.keyspace.queues
 
 
-def test_no_queue_has_a_reserved_name(engine: Engine) -> None:
+def test_no_queue_has_a_reserved_name(engine: Store) -> None:
     keyspace = _reserved(engine)
     with pytest.raises(ProtocolError, match="is read-only"):
         keyspace.queue_push(SERVER_KEY, pack(b"item"))
@@ -601,18 +602,18 @@ def test_no_queue_has_a_reserved_name(engine: Engine) -> None:
     assert keyspace.lease(waiter(engine), SERVER_KEY, 1) == (0, None)
 
 
-def test_a_wait_for_a_reserved_number_ends(engine: Engine) -> None:
+def test_a_wait_for_a_reserved_number_ends(engine: Store) -> None:
     engine.announce(2)
     few, many = waiter(engine), waiter(engine)
     assert engine.keyspace.wait_count(few, JOINS_KEY, 2)
     assert not engine.keyspace.wait_count(few, JOINS_KEY, 4)
     assert not engine.keyspace.wait_count(many, JOINS_KEY, 9)
     engine.announce(3)
-    assert not engine.pending_flush
+    assert not engine.hub.pending_flush
     engine.announce(4)
-    assert engine.pending_flush == [few]
+    assert engine.hub.pending_flush == [few]
     engine.announce(0)
-    assert engine.pending_flush == [few, many]
+    assert engine.hub.pending_flush == [few, many]
     assert engine.keyspace.wait_count(few, JOINS_KEY, 5)
     assert (engine.keyspace.counters, engine.keyspace.waiters, engine.keyspace.size) == ({}, {}, 0)
 
@@ -620,7 +621,7 @@ def test_a_wait_for_a_reserved_number_ends(engine: Engine) -> None:
 # The size of the store
 
 
-def test_waiters_count_bytes(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_count_bytes(engine: Store, keyspace: Keyspace) -> None:
     fetching, first, second = waiter(engine), waiter(engine), waiter(engine)
     keyspace.fetch(fetching, b"key")
     assert keyspace.size == PARKED_BYTES + 3
@@ -666,7 +667,7 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
 
 
-def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Store, keyspace: Keyspace) -> None:
     """An item ends all of them at once, and nothing is remembered of the place that the canceled one had."""
     sessions = [waiter(engine) for _ in range(40)]
     for session in sessions:
@@ -678,7 +679,7 @@ def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Engine, ke
     assert nothing_is_left(keyspace)
 
 
-def test_a_number_that_falls_while_its_waiters_are_woken(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_number_that_falls_while_its_waiters_are_woken(engine: Store, keyspace: Keyspace) -> None:
     """Those whose target it had reached are woken all the same, however many."""
     keyspace.portion = 1
     sessions = [waiter(engine) for _ in range(5)]
@@ -695,7 +696,7 @@ def test_a_number_that_falls_while_its_waiters_are_woken(engine: Engine, keyspac
 
 
 @pytest.mark.parametrize("how", ["leaves", "joins another counter"])
-def test_who_joined_a_counter_that_was_deleted_and_leaves(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_who_joined_a_counter_that_was_deleted_and_leaves(engine: Store, keyspace: Keyspace, how: str) -> None:
     """The rank has joined again, and has lost that connection: it is not lost once it leaves on the first one."""
     first, second = waiter(engine), waiter(engine)
     assert keyspace.join(first, b"k", b"token") == 1
@@ -711,7 +712,7 @@ def test_who_joined_a_counter_that_was_deleted_and_leaves(engine: Engine, keyspa
     assert keyspace.join(waiter(engine), b"k", b"") == 1
 
 
-def test_a_forked_process_forgets_all_waiters(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_forked_process_forgets_all_waiters(engine: Store, keyspace: Keyspace) -> None:
     """Those with many stale registrations too."""
     session = waiter(engine)
     keyspace.wait(session, [b"%d" % number for number in range(5)])
@@ -725,7 +726,7 @@ def test_a_forked_process_forgets_all_waiters(engine: Engine, keyspace: Keyspace
     assert nothing_is_left(keyspace)
 
 
-def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(engine: Store, keyspace: Keyspace) -> None:
     """It begins when they have been woken, and does not end with them."""
     keyspace.portion = 1
     sessions = [waiter(engine) for _ in range(5)]

@@ -14,7 +14,8 @@ from tcpstore_async.base.limits import GIB, MEMBER_BYTES, PARKED_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.waiter_types import IDLE, SharedWait
 from tcpstore_async.session.key_list_cache import FEWEST
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 KEYS = [b"/a", b"/b", b"/c", b"/d"]
 WAIT, CHECK, MULTI_GET = Command("wait", KEYS), Command("check", KEYS), Command("multi_get", KEYS)
@@ -23,12 +24,12 @@ assert len(KEYS) == FEWEST
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Limits())
+def engine() -> Store:
+    return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Engine) -> Keyspace:
+def keyspace(engine: Store) -> Keyspace:
     return engine.keyspace
 
 
@@ -38,7 +39,7 @@ def ask(session: ServerSession, *commands: Command) -> bytes:
     return take(session)
 
 
-def parked(engine: Engine, count: int, *, wait: Command = WAIT) -> list[ServerSession]:
+def parked(engine: Store, count: int, *, wait: Command = WAIT) -> list[ServerSession]:
     """Return sessions that have sent this, and await something."""
     sessions = [greeted(engine) for _ in range(count)]
     for session in sessions:
@@ -51,7 +52,7 @@ def woken(sessions: list[ServerSession]) -> list[int]:
     return [number for number, session in enumerate(sessions) if take(session) == b"\0"]
 
 
-def write(engine: Engine, *keys: bytes, value: bytes = b"v") -> None:
+def write(engine: Store, *keys: bytes, value: bytes = b"v") -> None:
     ask(greeted(engine), *(Command("set", key, value) for key in keys))
     while engine.keyspace.work:
         engine.keyspace.step()
@@ -66,7 +67,7 @@ def groups(keyspace: Keyspace) -> list[int]:
 # Registration
 
 
-def test_all_but_the_first_are_registered_as_one(engine: Engine, keyspace: Keyspace) -> None:
+def test_all_but_the_first_are_registered_as_one(engine: Store, keyspace: Keyspace) -> None:
     """The list is known from the first request on and tracked from the second."""
     sessions = parked(engine, 10)
     assert groups(keyspace) == [1, 9]
@@ -80,7 +81,7 @@ def test_all_but_the_first_are_registered_as_one(engine: Engine, keyspace: Keysp
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_one_more_waiter_costs_the_same_for_any_list(engine: Engine) -> None:
+def test_one_more_waiter_costs_the_same_for_any_list(engine: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
     sessions = [greeted(engine) for _ in range(2002)]
     for session in sessions[:2]:
@@ -95,7 +96,7 @@ def test_one_more_waiter_costs_the_same_for_any_list(engine: Engine) -> None:
     assert each < 220, f"{each:.0f} bytes a waiter"
 
 
-def test_a_key_that_is_named_twice_counts_twice(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_key_that_is_named_twice_counts_twice(engine: Store, keyspace: Keyspace) -> None:
     sessions = parked(engine, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
     assert set(keyspace.waiters[b"/a"].values()) == {3}
     write(engine, b"/a")
@@ -104,13 +105,13 @@ def test_a_key_that_is_named_twice_counts_twice(engine: Engine, keyspace: Keyspa
     assert woken(sessions) == [0, 1, 2]
 
 
-def test_shorter_lists_are_registered_alone(engine: Engine, keyspace: Keyspace) -> None:
+def test_shorter_lists_are_registered_alone(engine: Store, keyspace: Keyspace) -> None:
     parked(engine, 3, wait=Command("wait", KEYS[:3]))
     assert groups(keyspace) == []
     assert engine.key_lists.lists == {}
 
 
-def test_a_wait_after_a_delete_awaits_that_key_too(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_wait_after_a_delete_awaits_that_key_too(engine: Store, keyspace: Keyspace) -> None:
     write(engine, b"/a")
     early = parked(engine, 3)
     write(engine, b"/b")
@@ -123,7 +124,7 @@ def test_a_wait_after_a_delete_awaits_that_key_too(engine: Engine, keyspace: Key
     assert woken(late) == [0, 1]
 
 
-def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Engine) -> None:
+def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Store) -> None:
     early = parked(engine, 3)
     ask(greeted(engine), Command("barrier", b"/a", 2))
     late = parked(engine, 2)
@@ -135,7 +136,7 @@ def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("how", ["queue_push", "give_back"])
-def test_a_wait_does_not_await_a_queue_that_has_items(engine: Engine, how: str) -> None:
+def test_a_wait_does_not_await_a_queue_that_has_items(engine: Store, how: str) -> None:
     """An item that another waiter takes is none for the group, but the queue exists."""
     other = greeted(engine)
     if how == "give_back":
@@ -150,7 +151,7 @@ def test_a_wait_does_not_await_a_queue_that_has_items(engine: Engine, how: str) 
     assert woken(late) == [0, 1]
 
 
-def test_a_wait_awaits_a_queue_that_was_emptied(engine: Engine) -> None:
+def test_a_wait_awaits_a_queue_that_was_emptied(engine: Store) -> None:
     other = greeted(engine)
     ask(other, Command("queue_push", b"/a", b"item"))
     early = parked(engine, 3)
@@ -164,7 +165,7 @@ def test_a_wait_awaits_a_queue_that_was_emptied(engine: Engine) -> None:
 
 
 def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
-    engine = Engine(Limits(), portion=20)
+    engine = Store(Limits(), portion=20)
     parked(engine, 25, wait=Command("wait", KEYS[3:]))
     early = parked(engine, 3)
     ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS[2:]))
@@ -185,7 +186,7 @@ def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_a_member_that_goes_takes_nobody_along(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_a_member_that_goes_takes_nobody_along(engine: Store, keyspace: Keyspace, how: str) -> None:
     sessions = parked(engine, 5)
     for session in (sessions[0], sessions[3]):
         if how == "cancel":
@@ -199,7 +200,7 @@ def test_a_member_that_goes_takes_nobody_along(engine: Engine, keyspace: Keyspac
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_the_last_member_ends_the_group(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_the_last_member_ends_the_group(engine: Store, keyspace: Keyspace, how: str) -> None:
     for session in parked(engine, 3):
         if how == "cancel":
             ask(session, CANCEL)
@@ -213,7 +214,7 @@ def test_the_last_member_ends_the_group(engine: Engine, keyspace: Keyspace, how:
 
 
 def test_a_large_group_is_woken_in_steps() -> None:
-    engine = Engine(Limits(), portion=100)
+    engine = Store(Limits(), portion=100)
     sessions = parked(engine, 251)
     writer = greeted(engine)
     ask(writer, *(Command("set", key, b"v") for key in KEYS))
@@ -225,7 +226,7 @@ def test_a_large_group_is_woken_in_steps() -> None:
 
 
 def test_a_member_that_sends_while_its_group_is_woken_is_woken_first() -> None:
-    engine = Engine(Limits(), portion=100)
+    engine = Store(Limits(), portion=100)
     sessions = parked(engine, 251)
     ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS))
     assert ask(sessions[200], Command("ping", 7)) == b"\0\7\0\0\0"
@@ -237,7 +238,7 @@ def test_a_member_that_sends_while_its_group_is_woken_is_woken_first() -> None:
 
 
 def test_a_member_is_woken_first_though_its_group_is_still_to_be_counted_down() -> None:
-    engine = Engine(Limits(), portion=20)
+    engine = Store(Limits(), portion=20)
     single = parked(engine, 15, wait=Command("wait", KEYS[3:]))
     lists = [[*KEYS[:3], b"/%d" % number, KEYS[3]] for number in range(10)]
     sessions = [session for keys in lists for session in parked(engine, 3, wait=Command("wait", keys))]
@@ -256,7 +257,7 @@ def test_a_member_is_woken_first_though_its_group_is_still_to_be_counted_down() 
 # Queues
 
 
-def test_members_take_items_one_after_the_other(engine: Engine, keyspace: Keyspace) -> None:
+def test_members_take_items_one_after_the_other(engine: Store, keyspace: Keyspace) -> None:
     write(engine, *KEYS[1:])
     sessions = parked(engine, 4)
     other = greeted(engine)
@@ -269,7 +270,7 @@ def test_members_take_items_one_after_the_other(engine: Engine, keyspace: Keyspa
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_who_came_between_is_served_between(engine: Engine) -> None:
+def test_who_came_between_is_served_between(engine: Store) -> None:
     write(engine, *KEYS[1:])
     sessions = parked(engine, 2)
     sessions += parked(engine, 1, wait=Command("wait", [b"/a"]))
@@ -280,7 +281,7 @@ def test_who_came_between_is_served_between(engine: Engine) -> None:
         assert woken(sessions) == [number]
 
 
-def test_another_list_that_names_the_queue_comes_between(engine: Engine) -> None:
+def test_another_list_that_names_the_queue_comes_between(engine: Store) -> None:
     write(engine, b"/b", b"/c", b"/d", b"/e")
     sessions = parked(engine, 3)
     sessions += parked(engine, 3, wait=Command("wait", [b"/a", b"/c", b"/d", b"/e"]))
@@ -291,7 +292,7 @@ def test_another_list_that_names_the_queue_comes_between(engine: Engine) -> None
         assert woken(sessions) == [number]
 
 
-def test_an_item_counts_a_group_down_that_awaits_more(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_item_counts_a_group_down_that_awaits_more(engine: Store, keyspace: Keyspace) -> None:
     write(engine, *KEYS[2:])
     sessions = parked(engine, 3)
     ask(greeted(engine), Command("queue_push", b"/a", b"item"))
@@ -305,7 +306,7 @@ def test_an_item_counts_a_group_down_that_awaits_more(engine: Engine, keyspace: 
 
 
 @pytest.mark.parametrize("second", [Command("wait", [b"/x"]), Command("barrier", b"/x", 2)], ids=["wait", "barrier"])
-def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Engine, keyspace: Keyspace, second: Command) -> None:
+def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Store, keyspace: Keyspace, second: Command) -> None:
     sessions = parked(engine, 3)
     assert ask(sessions[1], second) == b""
     assert groups(keyspace) == [1, 1]
@@ -319,7 +320,7 @@ def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Engine, keyspac
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_a_member_that_waits_again_goes_to_the_end(engine: Engine) -> None:
+def test_a_member_that_waits_again_goes_to_the_end(engine: Store) -> None:
     write(engine, *KEYS[1:])
     sessions = parked(engine, 3)
     assert ask(sessions[1], Command("wait", [b"/x"])) == b""
@@ -330,9 +331,7 @@ def test_a_member_that_waits_again_goes_to_the_end(engine: Engine) -> None:
         assert woken(sessions) == [number]
 
 
-def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(
-    engine: Engine, keyspace: Keyspace
-) -> None:
+def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(engine: Store, keyspace: Keyspace) -> None:
     sessions = parked(engine, 2)
     sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], WAIT) == b""
@@ -343,7 +342,7 @@ def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(
     assert woken(sessions) == [0, 1, 2, 3, 4]
 
 
-def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engine: Store, keyspace: Keyspace) -> None:
     sessions = parked(engine, 2)
     sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], Command("wait", [b"/y"])) == b""
@@ -355,7 +354,7 @@ def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engi
 
 
 def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     sessions = parked(engine, 3)
     engine.keyspace.on_full = None
     engine.keyspace.max_size = engine.keyspace.size + 4 * PARKED_BYTES
@@ -370,7 +369,7 @@ def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
 # Replies
 
 
-def test_a_reply_is_made_once_until_a_key_changes(engine: Engine) -> None:
+def test_a_reply_is_made_once_until_a_key_changes(engine: Store) -> None:
     write(engine, *KEYS)
     sessions = [greeted(engine) for _ in range(5)]
     for session in sessions:
@@ -397,7 +396,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda command: command.name)
-def test_every_change_ends_a_kept_reply(engine: Engine, change: Command) -> None:
+def test_every_change_ends_a_kept_reply(engine: Store, change: Command) -> None:
     write(engine, *KEYS, value=b"7")
     session, other = greeted(engine), greeted(engine)
     for form in (Command("set", b"/b", b"7"), Command("add", b"/b", 7), Command("append", b"/b", b"7")):
@@ -413,7 +412,7 @@ def test_every_change_ends_a_kept_reply(engine: Engine, change: Command) -> None
 
 
 @pytest.mark.parametrize("push", [Command("queue_push", b"/b", b"item"), Command("set", b"/b", b"v")], ids=repr)
-def test_presence_follows_keys_and_queues(engine: Engine, push: Command) -> None:
+def test_presence_follows_keys_and_queues(engine: Store, push: Command) -> None:
     write(engine, b"/a", b"/c", b"/d")
     session = greeted(engine)
     undo = Command("queue_pop", b"/b") if push.name == "queue_push" else Command("delete_key", b"/b")
@@ -430,7 +429,7 @@ def test_presence_follows_keys_and_queues(engine: Engine, push: Command) -> None
     assert ask(session, CHECK) == b"\0"
 
 
-def test_a_reserved_key_in_a_list(engine: Engine) -> None:
+def test_a_reserved_key_in_a_list(engine: Store) -> None:
     write(engine, *KEYS)
     check = Command("check", [*KEYS, b"tcpstore_async/joins"])
     session = greeted(engine)
@@ -442,7 +441,7 @@ def test_a_reserved_key_in_a_list(engine: Engine) -> None:
     assert woken(sessions) == []  # as for one key
 
 
-def test_unsent_replies_are_counted_once(engine: Engine) -> None:
+def test_unsent_replies_are_counted_once(engine: Store) -> None:
     write(engine, *KEYS, value=bytes(10_000))
     sessions = [greeted(engine) for _ in range(50)]
     for session in sessions:
@@ -453,7 +452,7 @@ def test_unsent_replies_are_counted_once(engine: Engine) -> None:
     assert engine.budget.others - before < 40_000 + 48 * 1100 + 400
 
 
-def test_a_large_reply_is_not_kept(engine: Engine) -> None:
+def test_a_large_reply_is_not_kept(engine: Store) -> None:
     write(engine, *KEYS, value=bytes(1 << 19))
     session = greeted(engine)
     for _ in range(4):
@@ -464,7 +463,7 @@ def test_a_large_reply_is_not_kept(engine: Engine) -> None:
 
 def test_a_reply_that_does_not_fit_is_not_kept() -> None:
     """Lists that are being compared stay, so they leave no room."""
-    engine = Engine(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    engine = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
     cache = engine.key_lists
     write(engine, *KEYS, value=bytes(30_000))
     session = greeted(engine)
@@ -487,7 +486,7 @@ def test_a_reply_that_does_not_fit_is_not_kept() -> None:
 
 
 def test_lists_are_forgotten_when_they_take_too_much() -> None:
-    engine = Engine(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    engine = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
     cache = engine.key_lists
     assert cache.capacity == 1 << 20
     session = greeted(engine)
@@ -501,7 +500,7 @@ def test_lists_are_forgotten_when_they_take_too_much() -> None:
 
 
 def test_a_forgotten_list_keeps_its_waiters() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     engine.key_lists.capacity = 4000
     early = parked(engine, 3)
     for number in range(9):
@@ -514,7 +513,7 @@ def test_a_forgotten_list_keeps_its_waiters() -> None:
     assert woken(early + late) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_cut_frame_that_is_known_is_not_kept(engine: Engine) -> None:
+def test_a_cut_frame_that_is_known_is_not_kept(engine: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
     parked(engine, 2, wait=wait)
     for step in (1, 1000, 5000, wait.size - 1):
@@ -524,11 +523,11 @@ def test_a_cut_frame_that_is_known_is_not_kept(engine: Engine) -> None:
             assert session.input_buffer is None or at < 32, "nothing is joined with what comes next"
             assert session.held < 200
         assert session.group is not None
-        assert engine.unfinished == 0
+        assert engine.budget.unfinished == 0
 
 
 @pytest.mark.parametrize("differs", [40, 5000, 5007, 5008, -1])
-def test_what_had_arrived_counts_once_it_differs(engine: Engine, differs: int) -> None:
+def test_what_had_arrived_counts_once_it_differs(engine: Store, differs: int) -> None:
     """The peer that stalls then holds what it has sent, whole keys and the start of the next."""
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
     parked(engine, 2, wait=wait)
@@ -540,14 +539,14 @@ def test_what_had_arrived_counts_once_it_differs(engine: Engine, differs: int) -
     session.receive(frame[differs - 3 : differs] + bytes([frame[differs] ^ 1]))
     if differs < wait.size - 1:
         assert session.held > differs
-        assert engine.unfinished == session.held
+        assert engine.budget.unfinished == session.held
         session.leave()
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
 
 
 @pytest.mark.parametrize("last", [b"/d", b"/e", b"/longer", b"", b"/", b"/d2"])
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11, 23, 50])
-def test_a_frame_that_begins_as_a_known_list(engine: Engine, step: int, last: bytes) -> None:
+def test_a_frame_that_begins_as_a_known_list(engine: Store, step: int, last: bytes) -> None:
     """However it is cut, it is complete with its own last byte."""
     write(engine, b"/a", b"/b", b"/c", last)
     session = greeted(engine)
@@ -559,10 +558,10 @@ def test_a_frame_that_begins_as_a_known_list(engine: Engine, step: int, last: by
     assert not session.out
     session.receive(other.frame[-1:])
     assert take(session) == b"\0"
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
 
 
-def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Engine) -> None:
+def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Store) -> None:
     ask(greeted(engine), CHECK, CHECK)
     (listed,) = engine.key_lists.lists.values()
     session, other = greeted(engine), greeted(engine)
@@ -581,7 +580,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Engine) -> None:
 def test_a_job_of_98304_ranks_meets_no_limit() -> None:
     """In small: 1/48 of the ranks and of the budget, with all the keys."""
     ranks, roots = 98_304 // 48, 768
-    engine = Engine(Limits(budget_bytes=8 * GIB // 48))
+    engine = Store(Limits(budget_bytes=8 * GIB // 48))
     keys = [b"/default_pg/0//cuda//nccl_storekey_0_%d" % number for number in range(roots)]
     wait, read = Command("wait", keys), Command("multi_get", keys)
     sessions = [greeted(engine) for _ in range(ranks)]
@@ -595,11 +594,11 @@ def test_a_job_of_98304_ranks_meets_no_limit() -> None:
         session.receive(read.frame)
         session.keep_unsent(list(session.out), 0)
         session.out.clear()
-    assert not engine.evicted
+    assert not engine.hub.evicted
     assert engine.budget.used() < engine.budget.limit // 8
 
 
-def test_who_is_alone_in_a_group_holds_all_of_it(engine: Engine) -> None:
+def test_who_is_alone_in_a_group_holds_all_of_it(engine: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
     (alone,) = parked(engine, 1, wait=wait)
     assert engine.budget._holds(alone) > 900 * PARKED_BYTES

@@ -28,25 +28,27 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import NotAllowedError, ProtocolError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 
 TOKEN = Access("t", max_keys=10, max_bytes=100_000)
 
 
-def engine(portion: int = 1000) -> Engine:
-    made = Engine(Limits(), portion)
+def engine(portion: int = 1000) -> Store:
+    made = Store(Limits(), portion)
     made.identify(identity("this server", "uv"))
     return made
 
 
-def session(of: Engine, access: Access = TOKEN) -> ServerSession:
+def session(of: Store, access: Access = TOKEN) -> ServerSession:
     made = ServerSession(of, None, "10.0.0.7", 1, 0.0)
     made.grant_access(access)
     made.receive(HANDSHAKE)
     return made
 
 
-def finish(of: Engine, *sessions: ServerSession) -> None:
+def finish(of: Store, *sessions: ServerSession) -> None:
     while of.keyspace.work or any(one.incremental is not None for one in sessions):
         if of.keyspace.work:
             of.keyspace.step()
@@ -55,12 +57,12 @@ def finish(of: Engine, *sessions: ServerSession) -> None:
                 one.receive(b"")
 
 
-def measured(of: Engine) -> tuple[int, int]:
+def measured(of: Store) -> tuple[int, int]:
     return of.keyspace.count_keys(), of.keyspace.size - of.keyspace.parked
 
 
-def in_use(of: Engine) -> tuple[int, int]:
-    usage = of.usage["t"]
+def in_use(of: Store) -> tuple[int, int]:
+    usage = of.hub.auth.usage["t"]
     return usage.keys, usage.bytes
 
 
@@ -212,7 +214,7 @@ class Away(Transport):
 
     away = True
 
-    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+    def pass_over(self, engine: Store, queue: bytes) -> bool:
         return self.away
 
 
@@ -235,18 +237,18 @@ def test_others_keys_that_are_deleted_are_not_given_back() -> None:
     other.receive(set_(b"/theirs", bytes(1000)))
     peer.receive(set_(b"/mine", b"") + delete(b"/theirs") + add(b"/mine2", 1))
     assert in_use(of)[0] == 1
-    assert of.usage["u"].keys == 1
+    assert of.hub.auth.usage["u"].keys == 1
 
 
 def test_an_item_that_is_leased_to_anothers_waiter_counts_for_that() -> None:
     of = engine()
     pusher, waiter = session(of), session(of, Access("u", max_keys=5))
     waiter.receive(set_(b"/theirs", b"") + lease_later(b"/q", 1))
-    theirs = of.usage["u"].bytes
+    theirs = of.hub.auth.usage["u"].bytes
     pusher.receive(push(b"/q", bytes(100)))
-    assert of.usage["u"].bytes > theirs
+    assert of.hub.auth.usage["u"].bytes > theirs
     waiter.receive(give_back(1))
-    assert of.usage["u"].bytes == theirs
+    assert of.hub.auth.usage["u"].bytes == theirs
     pusher.receive(pop(b"/q"))
     assert in_use(of) == (0, 0)
 

@@ -32,7 +32,9 @@ from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.budget import SESSION_BYTES
-from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.link import (
     CLOSE,
     END_OF_FILE,
@@ -68,7 +70,7 @@ def ask(registry: LinkRegistry, **items: bytes) -> Reply:
 
 @pytest.fixture
 def registry() -> LinkRegistry:
-    return LinkRegistry(Engine(Limits(links=2, sessions=2)), "this server", 30.0)
+    return LinkRegistry(Store(Limits(links=2, sessions=2)), "this server", 30.0)
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_a_link_whose_ends_have_lost_what_they_took_is_not_resumed(
     while registry.work():
         pass
     assert (registry.links, registry.sessions) == ({}, 0)
-    assert carrier in registry.engine.evicted
+    assert carrier in registry.engine.hub.evicted
 
 
 def test_a_link_whose_client_has_forgotten_replies_is_not_resumed(registry: LinkRegistry) -> None:
@@ -193,7 +195,7 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
         ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"4"),
     ):
         assert (delayed.status, "attempt 4" in delayed.reason) == ("refused", True)
-        assert delayed.session not in registry.engine.evicted
+        assert delayed.session not in registry.engine.hub.evicted
     assert (registry.links, link.carrier, len(link.sessions)) == ({ID: link}, last, 1)
 
 
@@ -223,7 +225,7 @@ def test_attempts_of_a_client_have_numbers() -> None:
 def test_a_client_that_never_heard_of_its_link_begins_anew(registry: LinkRegistry) -> None:
     first = ask(registry)
     assert ask(registry).status == "new"
-    assert first.session in registry.engine.evicted
+    assert first.session in registry.engine.hub.evicted
     assert len(registry.links) == 1
 
 
@@ -360,7 +362,7 @@ def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
 
 def test_what_is_opened_and_refused_is_counted() -> None:
     """A peer that opens without end, and takes nothing, is one of those that the budget evicts."""
-    registry = LinkRegistry(Engine(Limits(sessions=0, budget_bytes=9 * MIB)), "this server", 30.0)
+    registry = LinkRegistry(Store(Limits(sessions=0, budget_bytes=9 * MIB)), "this server", 30.0)
     carrier = ask(registry).session
     memory = server_bytes = 0
     with pytest.raises(PeerError):
@@ -409,11 +411,11 @@ def test_bytes_for_a_session_that_is_held_back_are_appended() -> None:
     for byte in ping(b"pong") * 1000:
         linked.receive(bytes([byte]))
     assert linked.session.input_buffer is buffer
-    assert target.engine.unfinished == linked.session.held > 5000
+    assert target.engine.budget.unfinished == linked.session.held > 5000
     target.reads = True
     target.read("a")
     assert heard(target, "a").endswith(b"pong" * 1000)
-    assert target.engine.unfinished == 0
+    assert target.engine.budget.unfinished == 0
 
 
 def test_a_rank_that_ends_still_gets_its_replies() -> None:
@@ -461,7 +463,7 @@ def test_a_window_that_is_full_of_one_rank_is_shared() -> None:
 def test_commands_with_as_many_keys_as_allowed(breaks: bool) -> None:
     names = [b"%06d" % number for number in range(131_072)]
     data = multi_set(*[(name, name) for name in names]) + check(*names) + multi_get(*names) + wait(*names[1:], b"x")
-    direct = Engine(Limits())
+    direct = Store(Limits())
     alone = ServerSession(direct, None, "h", 1, 0.0)
     alone.receive(HANDSHAKE)
     alone.receive(data)
@@ -528,7 +530,7 @@ def test_a_link_is_not_resumed_when_the_server_is_about_to_stop(registry: LinkRe
     reply = ask(registry, instance=b"this server", taken=b"0", told=b"0")
     assert reply.status == "unknown"
     assert not registry.is_carrier(reply.session)
-    assert carrier in registry.engine.evicted
+    assert carrier in registry.engine.hub.evicted
     while registry.work():
         pass
     assert (registry.links, registry.sessions) == ({}, 0)
@@ -553,7 +555,7 @@ def test_offers_are_made_in_portions() -> None:
 
 def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
     """A second link is back; the sessions of the first, which is not, come first in the queue."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     registry = LinkRegistry(engine, "this server", 30.0)
     for number in range(2):
         carrier = ask(registry, id=bytes([number] * 16)).session
@@ -577,7 +579,7 @@ def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
 
 def test_replies_that_waited_are_sent_in_portions() -> None:
     """All at once when the window opens would take long with many sessions."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     registry = LinkRegistry(engine, "this server", 30.0)
     carrier = ask(registry).session
     count = 3000
@@ -657,9 +659,9 @@ def test_keep_alive() -> None:
     target.link.acknowledge()
     session.receive(target.link.out.pop())
     target.registry.tick(21.0)
-    assert session not in target.engine.evicted
+    assert session not in target.engine.hub.evicted
     target.registry.tick(22.0)
-    assert "nothing received on a link for 15 s" in str(target.engine.evicted[session])
+    assert "nothing received on a link for 15 s" in str(target.engine.hub.evicted[session])
     assert server_end(target).carrier is None
     target.registry.tick(51.0)
     assert target.registry.links
@@ -673,7 +675,7 @@ def test_sessions_that_are_woken_together_need_not_be_flushed(target: LinkTarget
         target.say(name, wait(b"k"))
     other = ServerSession(target.engine, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + set_(b"k", b""))
-    assert target.engine.pending_flush == []
+    assert target.engine.hub.pending_flush == []
     target.serve()
     target.exchange()
     assert [heard(target, name) for name in "ab"] == [b"\0", b"\0"]
@@ -722,7 +724,7 @@ def _fill(target: LinkTarget, name: str, count: int) -> None:
 
 
 def test_a_session_is_evicted_and_its_link_goes_on() -> None:
-    target = LinkTarget(engine=Engine(Limits(budget_bytes=40 * MIB)))
+    target = LinkTarget(engine=Store(Limits(budget_bytes=40 * MIB)))
     greeted(target, *"abcdef")
     before = target.engine.budget.used()
     target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(2)])[:-1])
@@ -738,11 +740,11 @@ def test_a_session_is_evicted_and_its_link_goes_on() -> None:
     target.link.acknowledge()
     target.exchange()
     assert target.engine.budget.used() == before - 3 * SESSION_BYTES
-    assert target.engine.unfinished == 0
+    assert target.engine.budget.unfinished == 0
 
 
 def test_a_session_that_is_evicted_in_the_middle_of_its_own_request() -> None:
-    target = LinkTarget(engine=Engine(Limits(budget_bytes=20 * MIB)))
+    target = LinkTarget(engine=Store(Limits(budget_bytes=20 * MIB)))
     greeted(target, "a", "b")
     before = target.engine.budget.used()
     target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(3)])[:-1])
@@ -756,7 +758,7 @@ def test_a_session_that_is_evicted_in_the_middle_of_its_own_request() -> None:
 @pytest.mark.parametrize("whose", ["connection", "link"])
 def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) -> None:
     """In the middle of a batch: it ends behind the frame that did it, and what is counted is what there is."""
-    target = LinkTarget(engine=Engine(Limits(budget_bytes=16 * MIB)))
+    target = LinkTarget(engine=Store(Limits(budget_bytes=16 * MIB)))
     greeted(target, "a", "b")
     before = target.engine.budget.used()
     value = set_(b"k", bytes(200_000))
@@ -848,16 +850,16 @@ def test_a_client_that_does_not_know_the_replys_version() -> None:
 
 def test_closing_a_session_frees_no_connection() -> None:
     """So it does not give way to one, though it has to send VALIDATE in time."""
-    target = LinkTarget(engine=Engine(Limits(), session_bytes=65 * 1024))
+    target = LinkTarget(engine=Store(Limits(), session_bytes=65 * 1024))
     before = target.engine.budget.used()
     target.registry.clock = lambda: 7.0
     target.connect("a")
     session = target.session("a").session
     assert session.connected_at == 7.0
-    assert target.engine.oldest_unvalidated() is None
-    assert target.engine.overdue(37.0) is None
-    assert target.engine.overdue_on_links(36.0) == []
-    assert target.engine.overdue_on_links(37.0) == [session]
+    assert target.engine.hub.oldest_unvalidated() is None
+    assert target.engine.hub.overdue(37.0) is None
+    assert target.engine.hub.overdue_on_links(36.0) == []
+    assert target.engine.hub.overdue_on_links(37.0) == [session]
     assert target.engine.budget.used() == before + SESSION_BYTES
     assert target.registry.is_carrier(target.carrier.session)
     assert not target.registry.is_carrier(session)
@@ -866,7 +868,7 @@ def test_closing_a_session_frees_no_connection() -> None:
 
 def test_a_frame_for_many_sessions_is_handled_in_several_portions() -> None:
     """More than two: the second one ends where it began, at the start of what is held back."""
-    registry = LinkRegistry(Engine(Limits()), "this server", 30.0)
+    registry = LinkRegistry(Store(Limits()), "this server", 30.0)
     carrier = ask(registry).session
     count = 1024
     numbers = range(1, count + 1)
@@ -891,13 +893,13 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     target.connect("a")
     target.cut_off()
     engine = target.engine
-    assert engine.overdue_on_links(1000.0) == []
+    assert engine.hub.overdue_on_links(1000.0) == []
     target.registry.clock = lambda: 1000.0
     target.dial()
-    assert engine.overdue_on_links(1029.0) == []
-    assert engine.overdue_on_links(1030.0) == [target.session("a").session]
+    assert engine.hub.overdue_on_links(1029.0) == []
+    assert engine.hub.overdue_on_links(1030.0) == [target.session("a").session]
     target.say("a", HANDSHAKE)
-    assert engine.overdue_on_links(2000.0) == []
+    assert engine.hub.overdue_on_links(2000.0) == []
 
 
 @pytest.mark.parametrize(
@@ -914,7 +916,7 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     ],
 )
 def test_the_address_of_a_rank_begins_no_other_log_line(said: bytes, host: str) -> None:
-    registry = LinkRegistry(Engine(Limits()), "one", 30)
+    registry = LinkRegistry(Store(Limits()), "one", 30)
     carrier = ask(registry)
     carrier.session.receive(batch(1, (1, 1, struct.pack("<H", 4711) + said)))
     (rank,) = registry.all_sessions()

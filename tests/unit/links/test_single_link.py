@@ -30,7 +30,8 @@ from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.single_client import ClientSingleLink, is_break
 from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.session.client import PendingCall
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import BY_METHOD
 from tcpstore_async.wire.values import pack
 
@@ -301,16 +302,16 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
 
     first, second = come("a"), come("b")
     links = [cut(target, first), cut(target, second)]
-    assert target.engine.crowded(token) == ""
+    assert target.engine.hub.auth.crowded(token) == ""
     third = come("c")
     assert (links[0].over, links[1].over) == (True, False)
     assert ended == ["a new session has taken its place (token t allows 2)"]
-    usage = target.engine.usage["t"]
+    usage = target.engine.hub.auth.usage["t"]
     assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1].identity])
     wire = Wire(target.engine)
     wire.session.receive(VALIDATE)
     wire.session.grant_access(token)
-    assert "already has 2 sessions" in target.engine.crowded(token)
+    assert "already has 2 sessions" in target.engine.hub.auth.crowded(token)
     wire.session.leave()
     cut(target, third)
     for number in range(9):
@@ -318,7 +319,7 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
     assert len(target.registry.singles) == len(usage.sessions) == len(usage.suspended) == 2
     for identity in list(target.registry.suspended):
         target.registry.singles[identity].end("")
-    assert not target.engine.usage
+    assert not target.engine.hub.auth.usage
 
 
 def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
@@ -370,13 +371,13 @@ def test_a_session_without_a_connection_keeps_no_more_pieces_either() -> None:
     target.finish()
 
 
-def links_and_sessions(engine: Engine) -> list[object]:
+def links_and_sessions(engine: Store) -> list[object]:
     """Return those of this engine: other tests, and servers in other threads, may leave or make some at any time."""
     found = [one for one in gc.get_objects() if isinstance(one, SingleLink | Wire | ServerSession)]
     return [one for one in found if _engine_of(one) is engine]
 
 
-def _engine_of(one: SingleLink | Wire | ServerSession) -> Engine:
+def _engine_of(one: SingleLink | Wire | ServerSession) -> Store:
     if isinstance(one, SingleLink):
         return one.registry.engine
     return one.engine if isinstance(one, ServerSession) else one.session.engine
@@ -406,7 +407,7 @@ def test_a_link_that_has_ended_is_in_no_cycle(end: str) -> None:
         target.peers.clear()
         target.engine.serving = None
         del peer
-        other = Wire(Engine(Limits()))  # as another test may have one
+        other = Wire(Store(Limits()))  # as another test may have one
         assert links_and_sessions(target.engine) == []
         assert links_and_sessions(other.session.engine)
     finally:

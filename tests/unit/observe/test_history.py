@@ -18,7 +18,8 @@ from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.diagnosis.facts import Wait
 from tcpstore_async.observe.history import History
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.commands import BY_METHOD, STORES, Command, Flag
 
@@ -153,7 +154,7 @@ def members(world: World) -> dict[str, list[int]]:
 
 
 def test_barriers_are_forgotten_in_steps() -> None:
-    engine = Engine(Limits(budget_bytes=64 * MIB))
+    engine = Store(Limits(budget_bytes=64 * MIB))
     history = History(engine)
     engine.observe(history)
     peer = ServerSession(engine, None, "h", 1, 0.0)
@@ -316,7 +317,7 @@ def test_a_session_that_only_reads_is_not_remembered() -> None:
 
 
 def test_the_limit_follows_the_budget() -> None:
-    engine = Engine(Limits(budget_bytes=2**30))
+    engine = Store(Limits(budget_bytes=2**30))
     history = History(engine)
     engine.observe(history)
     session = ServerSession(engine, None, "10.0.0.1", 1, 0.0)
@@ -380,7 +381,7 @@ def test_what_is_counted_is_what_it_takes(way: str) -> None:
     for observed in (False, True):
         world = World()
         if not observed:
-            world.engine = Engine(Limits())
+            world.engine = Store(Limits())
         world.connect(-1, joins=False)
         gc.collect()
         tracemalloc.start()

@@ -14,7 +14,7 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.observe.missing import answer_missing
 from tcpstore_async.observe.missing_reply import Elsewhere, Near, Who
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 
 
 def world_of(ranks: int, *, known: bool = True) -> World:
@@ -40,7 +40,7 @@ def test_keys_near_a_missing_one_with_age_and_writer() -> None:
 
 def test_without_a_history_there_are_no_writers_nor_ages() -> None:
     world = World()
-    world.engine = Engine(Limits())
+    world.engine = Store(Limits())
     answer_missing(world.engine)
     world.connect(0)
     world.set(0, b"/k_5")
@@ -180,8 +180,8 @@ def test_a_token_for_a_prefix_learns_of_no_other_keys() -> None:
     world.set(0, b"/mine/k_1")
     world.set(0, b"/others/k_1")
     world.set(0, b"/mine/k_3")
-    world.engine.grant(world.sessions[0], Access("t", "read", "mine/"))
-    world.sessions[0].table = world.engine.table_of(world.sessions[0])
+    world.engine.guards.grant(world.sessions[0], Access("t", "read", "mine/"))
+    world.sessions[0].table = world.engine.guards.table_of(world.sessions[0])
     report = world.ask(0, b"/mine/k_2")
     assert [near.key for near in report.keys[0].nearest] == ["/mine/k_1"]
     world.set(1, b"/mine/rank1")

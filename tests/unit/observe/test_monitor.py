@@ -14,7 +14,7 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import NotAllowedError
 from tcpstore_async.observe.monitor import Monitor
 from tcpstore_async.session.identity import identity
-from tcpstore_async.session.server import Engine
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import BY_METHOD
 from tcpstore_async.wire.values import pack
 
@@ -24,7 +24,7 @@ def watched(every: int = 1, values: bool = False, most: int = 1000) -> tuple[Wor
     world = World()
     world.connect(1, joins=False)
     monitor = Monitor(itertools.count(100.0).__next__, every, values, most)
-    world.engine.watch(monitor.note)
+    world.engine.hub.watch(monitor.note)
     return world, monitor
 
 
@@ -72,11 +72,11 @@ def test_values_are_hidden_unless_asked_for_and_secrets_always() -> None:
     world.set(1, b"/k", b"secret value")
     assert "secret" not in str(monitor.take())
     world, monitor = watched(values=True)
-    world.engine.authenticate = lambda token: "no"
+    world.engine.hub.auth.authenticate = lambda token: "no"
     world.send(1, b"\x48" + blob(b"init/") + blob(b"secret of a rank"))
     with pytest.raises(NotAllowedError):
         world.send(1, b"\x4e" + blob(b"secret token"))
-    monitor.note(BY_METHOD["link"], ([(b"secret", pack(b"secret of a link"))],), world.sessions[1])
+    monitor.note(BY_METHOD["link"], ([(b"secret", pack(b"secret of a link"))],), world.sessions[1], "")
     samples = monitor.take()
     assert [sample[5] for sample in samples] == ["JOIN", "AUTH", "LINK"]
     assert "secret" not in str(samples)
@@ -100,7 +100,7 @@ def test_what_is_not_taken_is_dropped_and_counted() -> None:
     assert len(monitor.take()) == 1
 
 
-def handlers(engine: Engine) -> list[Any]:
+def handlers(engine: Store) -> list[Any]:
     """What executes commands."""
     slots = [slot for table in (engine.handshake, engine.commands) for slot in table if slot is not None]
     return [slot.call for slot in slots] + [getattr(slot.request, "call", None) for slot in slots]
@@ -112,16 +112,16 @@ def test_nothing_is_left_once_nobody_watches() -> None:
     world.set(0, b"/k")
     before = handlers(world.engine)
     one, other = (Monitor(lambda: 0.0, 1, False) for _ in range(2))
-    world.engine.watch(one.note)
-    world.engine.watch(other.note)
+    world.engine.hub.watch(one.note)
+    world.engine.hub.watch(other.note)
     assert handlers(world.engine) != before
     world.connect(1)
     assert (one.seen, other.seen) == (3, 3)
-    world.engine.unwatch(one.note)
-    world.engine.unwatch(one.note)
+    world.engine.hub.unwatch(one.note)
+    world.engine.hub.unwatch(one.note)
     world.set(1, b"/k")
     assert (one.seen, other.seen) == (3, 4)
-    world.engine.unwatch(other.note)
+    world.engine.hub.unwatch(other.note)
     assert handlers(world.engine) == before
     world.set(1, b"/k")
     assert other.seen == 4
@@ -134,22 +134,22 @@ def test_sessions_with_a_token_are_watched_too() -> None:
     world.connect(2, joins=False)
     engine = world.engine
     engine.identify(identity("instance", "uv"))
-    engine.grant(world.sessions[1], Access("one"))
-    world.sessions[1].table = engine.table_of(world.sessions[1])
+    engine.guards.grant(world.sessions[1], Access("one"))
+    world.sessions[1].table = engine.guards.table_of(world.sessions[1])
     monitor = Monitor(lambda: 0.0, 1, False)
-    engine.watch(monitor.note)
-    engine.grant(world.sessions[2], Access("two"))
-    world.sessions[2].table = engine.table_of(world.sessions[2])
+    engine.hub.watch(monitor.note)
+    engine.guards.grant(world.sessions[2], Access("two"))
+    world.sessions[2].table = engine.guards.table_of(world.sessions[2])
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))
     assert brief(monitor) == [["SET", "/k", 1, 5, None], ["CHECK", "/a", 5, 0, None]] * 2
-    engine.unwatch(monitor.note)
+    engine.hub.unwatch(monitor.note)
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))
     assert monitor.seen == 4
-    assert engine.counts()["SET"] == 4
+    assert engine.hub.counts()["SET"] == 4
 
 
 def test_a_command_is_noted_when_it_is_complete() -> None:

@@ -14,7 +14,8 @@ from tcpstore_async.base.limits import MIB, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.steps import KeyListing
 from tcpstore_async.session.budget import SESSION_BYTES, Budget, StoreShare
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.wire.values import EMPTY, Framed
 
@@ -27,7 +28,7 @@ def behind(session: ServerSession, taken: int = 0) -> None:
     session.out.clear()
 
 
-def store(engine: Engine, key: bytes, size: int = VALUE) -> ServerSession:
+def store(engine: Store, key: bytes, size: int = VALUE) -> ServerSession:
     session = greeted(engine)
     session.receive(Command("set", key, bytes(size)).frame)
     return session
@@ -38,7 +39,7 @@ def budget() -> Budget:
 
 
 def test_a_value_shared_by_replies_counts_once() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     store(engine, b"/v")
     sessions = [greeted(engine) for _ in range(100)]
     before = engine.budget.used()
@@ -54,7 +55,7 @@ def test_a_value_shared_by_replies_counts_once() -> None:
 
 def test_every_old_version_counts() -> None:
     """r01: 775 bytes held 624 MiB, of which the server counted 24."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     first = store(engine, b"/v")
     sessions = [greeted(engine) for _ in range(10)]
     for session in sessions:
@@ -71,7 +72,7 @@ def test_every_old_version_counts() -> None:
 
 def test_short_replies_are_kept_together() -> None:
     """r01b: an object for each reply of four bytes took 14 MiB for one."""
-    engine = Engine(Limits(unsent_high_water=MIB))
+    engine = Store(Limits(unsent_high_water=MIB))
     session = greeted(engine)
     before = engine.budget.used()
     for _ in range(100):
@@ -110,7 +111,7 @@ def test_unsent_replies_are_complete_and_in_order(seed: int) -> None:
 
 def test_old_versions_of_a_value_under_append_share_pieces() -> None:
     """Each of them holds what was appended since the last one, and no more."""
-    engine = Engine(Limits())
+    engine = Store(Limits())
     first = store(engine, b"/v")
     first.receive(Command("append", b"/v", b"x").frame)
     before = engine.budget.used()
@@ -122,7 +123,7 @@ def test_old_versions_of_a_value_under_append_share_pieces() -> None:
 
 
 def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
-    engine = Engine(Limits(), portion=10)
+    engine = Store(Limits(), portion=10)
     session, other = greeted(engine), greeted(engine)
     for number in range(100):
         session.receive(Command("set", b"%01000d" % number, b"").frame)
@@ -148,7 +149,7 @@ def test_a_queue_counts_its_overhead() -> None:
 
 
 def test_an_introduction_counts() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     session = greeted(engine)
     before = engine.budget.used()
     for text in (b"x" * 1000, b"x" * 500):
@@ -159,7 +160,7 @@ def test_an_introduction_counts() -> None:
 
 
 def test_simultaneous_list_keys_share_a_reply() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     sessions = [greeted(engine) for _ in range(10)]
     for number in range(100):
         sessions[0].receive(Command("set", b"%01000d" % number, b"").frame)
@@ -178,45 +179,45 @@ def test_simultaneous_list_keys_share_a_reply() -> None:
 
 
 def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
-    engine = Engine(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
+    engine = Store(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
     writer = store(engine, b"/v", 8 * MIB)
     large, small = greeted(engine), greeted(engine)
     for number in range(8):
         large.receive(Command("get", b"/v").frame)
         behind(large)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert not engine.pending_flush
+    assert not engine.hub.pending_flush
     for number in range(2):
         small.receive(Command("get", b"/v").frame)
         behind(small)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert engine.pending_flush == [large]
-    error = engine.evicted[large]
+    assert engine.hub.pending_flush == [large]
+    error = engine.hub.evicted[large]
     assert isinstance(error, BudgetError)
     assert error.held > 64 * MIB
     assert large.backlog is None
     assert engine.budget.used() < 32 * MIB
     large.leave()
-    assert not engine.evicted
+    assert not engine.hub.evicted
     assert small.backlog is not None
 
 
 def test_a_writer_whose_command_just_ended_is_the_largest() -> None:
     """Its share of the store is known before those whom it woke do not read their replies."""
-    engine = Engine(Limits(budget_bytes=64 * MIB))
+    engine = Store(Limits(budget_bytes=64 * MIB))
     names = [b"/%d" % number for number in range(30)]
     writer, readers = greeted(engine), [greeted(engine) for _ in names]
     for name, reader in zip(names, readers, strict=True):
         reader.receive(Command("fetch", name).frame)
     writer.receive(Command("multi_set", [(name, bytes(MIB)) for name in names]).frame)
     remaining = iter(readers)
-    while not engine.evicted:
+    while not engine.hub.evicted:
         behind(next(remaining))
-    assert list(engine.evicted) == [writer]
+    assert list(engine.hub.evicted) == [writer]
 
 
 def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
-    engine = Engine(Limits(budget_bytes=160 * MIB))
+    engine = Store(Limits(budget_bytes=160 * MIB))
     greedy, honest = greeted(engine), greeted(engine)
     with pytest.raises(BudgetError) as error:
         for number in range(100):
@@ -231,14 +232,14 @@ def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
             written += 1
     assert written > 1000  # a holder of 1/128 of the budget is large again
     assert error.value.size > error.value.allowed
-    assert not engine.pending_flush
+    assert not engine.hub.pending_flush
     reader = greeted(engine)
     reader.receive(Command("get", b"/h/0").frame)
     assert len(reader.out[0]) == 1008
 
 
 def test_shares_shrink_when_items_are_removed() -> None:
-    engine = Engine(Limits(budget_bytes=160 * MIB))
+    engine = Store(Limits(budget_bytes=160 * MIB))
     producer, consumer, greedy = greeted(engine), greeted(engine), greeted(engine)
     for _ in range(300):
         producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
@@ -248,13 +249,13 @@ def test_shares_shrink_when_items_are_removed() -> None:
     with pytest.raises(BudgetError):
         for number in range(100):
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
-    assert not engine.pending_flush
+    assert not engine.hub.pending_flush
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
 
 
 def test_an_evicted_session_takes_no_more_requests() -> None:
     """What it held of them would be counted for ever: its share of the budget has been given back already."""
-    engine = Engine(Limits(budget_bytes=9 * MIB))
+    engine = Store(Limits(budget_bytes=9 * MIB))
     session = store(engine, b"/v")
     session.evict(BudgetError(2, 1, 1, 1))
     before = engine.budget.others
@@ -262,12 +263,12 @@ def test_an_evicted_session_takes_no_more_requests() -> None:
         session.receive(Command("set", b"/v", bytes(VALUE)).frame[:100])
     session.leave()
     assert engine.budget.others == before
-    assert not engine.unfinished
+    assert not engine.budget.unfinished
 
 
 def test_an_evicted_session_leaves_no_cycle() -> None:
     """The server collects seldom: requests of megabytes would stay in the frames of what was raised."""
-    engine = Engine(Limits(budget_bytes=9 * MIB))
+    engine = Store(Limits(budget_bytes=9 * MIB))
     session = greeted(engine)
     gc.collect()
     gc.disable()
@@ -284,27 +285,27 @@ def test_an_evicted_session_leaves_no_cycle() -> None:
 
 
 def test_the_oldest_unvalidated_session_is_known() -> None:
-    engine = Engine(Limits(validate_seconds=30))
+    engine = Store(Limits(validate_seconds=30))
     sessions = [ServerSession(engine, None, "::1", number, float(number)) for number in range(3)]
-    assert engine.overdue(29.9) is None
-    assert engine.overdue(30.0) is sessions[0]
+    assert engine.hub.overdue(29.9) is None
+    assert engine.hub.overdue(30.0) is sessions[0]
     sessions[0].receive(Command("validate", 0x3C85F7CE).frame)
-    assert engine.overdue(30.0) is None
+    assert engine.hub.overdue(30.0) is None
     sessions[1].leave()
-    assert engine.oldest_unvalidated() is sessions[2]
+    assert engine.hub.oldest_unvalidated() is sessions[2]
 
 
 def test_the_next_eviction_is_at_the_first_mark_again_when_less_is_used() -> None:
     """Right after one it is a step higher, as long as that much is used."""
-    engine = Engine(Limits(budget_bytes=100 * MIB))
+    engine = Store(Limits(budget_bytes=100 * MIB))
     serving = ServerSession(engine, None, "::1", 0, 0.0)
     for number in range(1, 4):
         hog = ServerSession(engine, None, "::1", number, 0.0)
         hog.held = 90 * MIB
         engine.budget.charge(90 * MIB)
         engine.budget.relieve(serving)
-        assert hog in engine.evicted
-        engine.evicted.clear()
+        assert hog in engine.hub.evicted
+        engine.hub.evicted.clear()
 
 
 def test_a_listing_of_keys_that_have_changed_since_is_not_kept() -> None:

@@ -11,7 +11,8 @@ from support import HANDSHAKE, blob, u64
 from tcpstore_async import Limits
 from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.session.client import ClientSession, PendingCall
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import BY_METHOD
 from tcpstore_async.wire.values import ABSENT, pack, unpack
 
@@ -21,7 +22,7 @@ PID = 4711
 class Wire:
     """A client's and a server's session, connected by a wire that cuts bytes anywhere."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Store, seed: int = 0) -> None:
         self.client = ClientSession()
         self.server = ServerSession(engine, None, "127.0.0.1", 1, 0.0)
         self.rng = random.Random(seed)
@@ -68,7 +69,7 @@ class Wire:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_command(seed: int) -> None:
-    wire = Wire(Engine(Limits()), seed)
+    wire = Wire(Store(Limits()), seed)
     wire.call("set", b"/a", pack(b"1"))
     assert wire.call("get", b"/a") == blob(b"1")
     assert wire.call("add", b"/a", 41) == 42
@@ -93,7 +94,7 @@ def test_every_command(seed: int) -> None:
 
 
 def test_replies_complete_calls_in_order() -> None:
-    wire = Wire(Engine(Limits()), 3)
+    wire = Wire(Store(Limits()), 3)
     sent = [wire.client.request(BY_METHOD["add"], (b"/n", 1)) for _ in range(100)]
     done = wire.carry(b"".join(data for data, _ in sent))
     assert done == [call for _, call in sent]
@@ -101,7 +102,7 @@ def test_replies_complete_calls_in_order() -> None:
 
 
 def test_a_wait_ends_with_a_set() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     waiter, setter = Wire(engine), Wire(engine)
     call = waiter.park("wait", [b"/k"])
     with pytest.raises(RuntimeError, match="cannot send GET while WAIT is blocking"):
@@ -115,7 +116,7 @@ def test_a_wait_ends_with_a_set() -> None:
 @pytest.mark.parametrize("method", ["wait", "barrier"])
 @pytest.mark.parametrize("race", [False, True])
 def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     waiter, setter = Wire(engine), Wire(engine)
     call = waiter.park("wait", [b"/k"]) if method == "wait" else waiter.park("barrier", b"/k", 2)
     cancel = waiter.client.cancel(call)
@@ -129,7 +130,7 @@ def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None
 
 
 def test_a_call_is_canceled_once() -> None:
-    waiter = Wire(Engine(Limits()))
+    waiter = Wire(Store(Limits()))
     call = waiter.park("wait", [b"/k"])
     waiter.client.cancel(call)
     with pytest.raises(RuntimeError, match="once"):
@@ -137,7 +138,7 @@ def test_a_call_is_canceled_once() -> None:
 
 
 def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
-    client = Wire(Engine(Limits())).client
+    client = Wire(Store(Limits())).client
     assert not client.unconfirmed()
     client.request(BY_METHOD["set"], (b"/a", pack(b"")))
     _, before = client.request(BY_METHOD["ping"], (1,))
@@ -210,7 +211,7 @@ def _pieces(data: bytes, size: int) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_command_of_the_extension(seed: int) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     wire, setter = Wire(engine, seed), Wire(engine, seed + 100)
     wire.call("introduce", [(b"rank", pack(b"3"))])
     assert wire.server.peer == {"rank": "3"}
@@ -303,7 +304,7 @@ def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:
 @pytest.mark.parametrize("method", ["fetch", "wait_count"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, race: bool, seed: int) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     waiter, setter = Wire(engine, seed), Wire(engine)
     call = waiter.park("fetch", b"/k") if method == "fetch" else waiter.park("wait_count", b"/k", 1)
     cancel = waiter.client.cancel(call)

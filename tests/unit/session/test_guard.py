@@ -35,6 +35,7 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import AccessDeniedError, NotAllowedError, PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.features import attach_features
+from tcpstore_async.session.auth import ALL, REMOTE
 from tcpstore_async.session.identity import (
     REFUSED,
     TOKEN,
@@ -49,7 +50,8 @@ from tcpstore_async.session.identity import (
     read_identity,
     with_requirement,
 )
-from tcpstore_async.session.server import ALL, REMOTE, Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.commands import COMMANDS, SERVER_KEY, Command, Flag
 from tcpstore_async.wire.values import pack
@@ -63,13 +65,13 @@ WRITER = Access("t3", rights="write")
 ADMIN = Access("t4", rights="admin")
 
 
-def engine() -> Engine:
-    made = Engine(Limits())
+def engine() -> Store:
+    made = Store(Limits())
     attach_features(made, "this server", "uv")
     return made
 
 
-def session(of: Engine, access: Access | None = None, host: str = "10.0.0.7", greets: bool = True) -> ServerSession:
+def session(of: Store, access: Access | None = None, host: str = "10.0.0.7", greets: bool = True) -> ServerSession:
     made = ServerSession(of, None, host, 1, 0.0)
     if access is not None:
         made.grant_access(access)
@@ -117,7 +119,7 @@ def fields_of(command: Command, key: bytes, others: bytes) -> list[tuple[Any, ..
     return by_codec[id(command.request)]
 
 
-def state(of: Engine) -> tuple[object, ...]:
+def state(of: Store) -> tuple[object, ...]:
     keyspace = of.keyspace
     queues = {key: list(items) for key, items in keyspace.queues.items()}
     return dict(keyspace.values), queues, dict(keyspace.waiters), keyspace.size, dict(of.key_lists.keyspace.reserved)
@@ -147,7 +149,7 @@ def test_a_prefix_opens_nothing_else(command: Command, key: bytes, cut: bool) ->
         assert not peer.out
         assert state(of) == before
         peer.leave()
-    assert JOB not in of.granted.values()
+    assert JOB not in of.hub.auth.granted.values()
 
 
 @commands
@@ -210,13 +212,13 @@ def test_rows_that_store_also_mutate() -> None:
 def test_what_is_allowed_without_a_token(command: Command, host: str, required: str) -> None:
     local = host in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
     of = engine()
-    of.require_auth = required
+    of.hub.auth.require_auth = required
     for fields in fields_of(command, b"/k", b"/l"):
         peer = session(of, host=host)
         before = state(of)
         data = command.prefix + command.request.encode(fields)
         free = not required or (required == REMOTE and local)
-        assert (peer in of.unvalidated) == (not free)
+        assert (peer in of.hub.unvalidated) == (not free)
         if free or command.method in ("ping", "auth"):
             try:
                 peer.receive(data)
@@ -232,8 +234,8 @@ def test_what_is_allowed_without_a_token(command: Command, host: str, required: 
 
 def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
     of = engine()
-    of.require_auth = ALL
-    of.authenticate = lambda token: JOB if token == b"good" else "nothing like a token"
+    of.hub.auth.require_auth = ALL
+    of.hub.auth.authenticate = lambda token: JOB if token == b"good" else "nothing like a token"
     peer = session(of)
     stranger = encode_identity(with_requirement(decode_identity(IDENTITY), TOKEN))
     assert ask(peer, ping(b"abcd") + check(SERVER_KEY) + get(SERVER_KEY)) == b"abcd" + READY + blob(stranger)
@@ -241,10 +243,10 @@ def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
     assert found is not None
     with pytest.raises(AccessDeniedError, match="requires a token"):
         check_admitted(found)
-    assert peer in of.unvalidated
+    assert peer in of.hub.unvalidated
     said = b'{"id":"t1","prefix":"job/","rights":"write","status":"ok"}'
     assert ask(peer, auth(b"good")) == blob(said)
-    assert peer not in of.unvalidated
+    assert peer not in of.hub.unvalidated
     assert ask(peer, set_(b"/job/k", b"v") + get(b"/job/k")) == blob(b"v")
     found = read_identity(ask(peer, get(SERVER_KEY))[8:])
     assert found is not None
@@ -259,8 +261,8 @@ def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
 
 
 def test_a_token_for_another_store_is_refused() -> None:
-    of = Engine(Limits())
-    of.authenticate = lambda token: Access("t1", store="theirs")
+    of = Store(Limits())
+    of.hub.auth.authenticate = lambda token: Access("t1", store="theirs")
     with pytest.raises(
         NotAllowedError, match="token t1 is only for the store 'theirs', which this server does not have"
     ):
@@ -279,27 +281,27 @@ def test_a_token_that_is_too_long_is_refused_before_it_arrives() -> None:
 
 def test_the_last_token_counts() -> None:
     of = engine()
-    of.authenticate = lambda token: Access(token.decode(), prefix=token.decode())
+    of.hub.auth.authenticate = lambda token: Access(token.decode(), prefix=token.decode())
     peer = session(of)
     peer.receive(auth(b"a") + set_(b"/a1", b"") + auth(b"b") + set_(b"/b1", b""))
     with pytest.raises(NotAllowedError, match="token b grants access only to keys with the prefix 'b'"):
         peer.receive(set_(b"/a2", b""))
-    assert list(of.granted.values()) == [Access("b", prefix="b")]
+    assert list(of.hub.auth.granted.values()) == [Access("b", prefix="b")]
 
 
 def test_a_certificate_allows_everything() -> None:
     of = engine()
-    of.require_auth = ALL
+    of.hub.auth.require_auth = ALL
     peer = session(of, greets=False)
     peer.grant_access(None)
     peer.receive(HANDSHAKE)
-    assert peer not in of.unvalidated
+    assert peer not in of.hub.unvalidated
     assert ask(peer, set_(b"init/", b"1") + NUM_KEYS) == i64(1)
 
 
 def test_without_keys_a_certificate_is_required() -> None:
     of = engine()
-    of.require_auth = ALL
+    of.hub.auth.require_auth = ALL
     found = read_identity(ask(session(of), get(SERVER_KEY))[8:])
     assert found is not None
     with pytest.raises(AccessDeniedError, match="requires a client certificate"):
@@ -311,18 +313,18 @@ def test_without_keys_a_certificate_is_required() -> None:
 def test_little_is_held_before_authentication() -> None:
     """Or strangers could fill the budget, and have those evicted who have stored most."""
     of = engine()
-    of.require_auth = ALL
-    of.authenticate = lambda token: WRITER
+    of.hub.auth.require_auth = ALL
+    of.hub.auth.authenticate = lambda token: WRITER
     peer = session(of)
     keys = b"".join(blob(bytes(8000)) for _ in range(10))
     with pytest.raises(NotAllowedError, match="CHECK with more than 8192 bytes requires a token"):
         for at in range(0, len(keys), 1000):
             peer.receive((b"\x05" + i64(38_000) if not at else b"") + keys[at : at + 1000])
     peer.leave()
-    assert of.unfinished == 0
+    assert of.budget.unfinished == 0
     peer = session(of)
     peer.keep_unsent([bytes(100)], 0)
-    assert "not reading its replies requires a token" in str(of.evicted[peer])
+    assert "not reading its replies requires a token" in str(of.hub.evicted[peer])
     peer = session(of, WRITER)
     peer.receive(b"\x05" + i64(38_000) + keys)
     assert peer.held > len(keys)
@@ -333,7 +335,7 @@ def test_an_evicted_session_is_granted_nothing() -> None:
     peer = session(of)
     peer.evict(NotAllowedError("for this test"))
     peer.grant_access(WRITER)
-    assert not of.granted
+    assert not of.hub.auth.granted
     with pytest.raises(PeerError, match="from an evicted session"):
         peer.receive(set_(b"/k", b"v"))
 
@@ -381,17 +383,17 @@ def test_bytes_of_one_token() -> None:
     token = Access("t", max_bytes=10_000)
     peer = session(of, token)
     peer.receive(set_(b"/a", bytes(6000)))
-    assert 6000 < of.usage["t"].bytes < 7000
+    assert 6000 < of.hub.auth.usage["t"].bytes < 7000
     with pytest.raises(NotAllowedError, match=r"SET would add 4,\d+ bytes; 6,\d+ of the 10,000 allowed"):
         session(of, token).receive(set_(b"/b", bytes(4000)))
     assert ask(peer, delete(b"/a")) == i64(1)
-    assert of.usage["t"].bytes == 0
+    assert of.hub.auth.usage["t"].bytes == 0
     peer.receive(push(b"/q", bytes(6000)))
     assert ask(peer, pop(b"/q")) == popped(1, bytes(6000))
     peer.receive(push(b"/q", bytes(6000)))
     assert ask(peer, lease(b"/q", 1)) == popped(1, bytes(6000))
     peer.receive(confirm(1))
-    assert of.usage["t"].bytes == 0
+    assert of.hub.auth.usage["t"].bytes == 0
     peer.receive(multi_set(*[(b"/%d" % n, b"") for n in range(10)]))
     with pytest.raises(NotAllowedError):
         peer.receive(multi_set(*[(b"/x%d" % n, b"") for n in range(1200)]))
@@ -401,7 +403,7 @@ def test_waiting_counts_for_no_token() -> None:
     of = engine()
     peer = session(of, Access("t", max_bytes=1000))
     peer.receive(wait(*[b"/%d" % n for n in range(100)]))
-    assert of.usage["t"].bytes == 0
+    assert of.hub.auth.usage["t"].bytes == 0
 
 
 def test_a_command_in_portions_is_counted() -> None:
@@ -410,7 +412,7 @@ def test_a_command_in_portions_is_counted() -> None:
     peer.receive(multi_set(*[(b"/%d" % n, b"") for n in range(1500)]))
     while peer.incremental is not None:
         peer.receive(b"")
-    assert of.usage["t"].keys == 1500
+    assert of.hub.auth.usage["t"].keys == 1500
     with pytest.raises(NotAllowedError, match="1,500 of the 2,000 allowed for token"):
         peer.receive(multi_set(*[(b"/x%d" % n, b"") for n in range(501)]))
 
@@ -419,7 +421,7 @@ def test_one_session_is_singular() -> None:
     one = Access("t", max_keys=1, max_bytes=2000, max_sessions=1)
     assert "max 1 key, max 2,000 bytes, max 1 session)" in str(one)
     of = engine()
-    of.authenticate = lambda token: one
+    of.hub.auth.authenticate = lambda token: one
     first = session(of)
     first.receive(auth(b"x"))
     with pytest.raises(NotAllowedError, match=r"token t already has 1 session \(max 1\)"):
@@ -428,7 +430,7 @@ def test_one_session_is_singular() -> None:
 
 def test_sessions_of_one_token() -> None:
     of = engine()
-    of.authenticate = lambda token: Access("t", max_sessions=2)
+    of.hub.auth.authenticate = lambda token: Access("t", max_sessions=2)
     one, two = session(of), session(of)
     one.receive(auth(b"x"))
     two.receive(auth(b"x") + auth(b"x"))
@@ -439,31 +441,31 @@ def test_sessions_of_one_token() -> None:
     three.receive(auth(b"x"))
     three.leave()
     one.leave()
-    assert not of.granted
-    assert not of.usage
+    assert not of.hub.auth.granted
+    assert not of.hub.auth.usage
 
 
 def test_who_has_an_invalid_token_is_refused_at_once_and_closed_in_portions() -> None:
     of = engine()
     revoked, valid = Access("r"), Access("v")
     peers, other = [session(of, revoked) for _ in range(200)], session(of, valid)
-    of.authenticate = lambda token: valid
+    of.hub.auth.authenticate = lambda token: valid
     ask(peers[7], auth(b"another"))
-    of.end_invalid(lambda access: "token r is revoked" if access.identity == "r" else "")
+    of.hub.end_invalid(lambda access: "token r is revoked" if access.identity == "r" else "")
     with pytest.raises(NotAllowedError, match="token r is revoked"):
         peers[3].receive(ping(b"abcd"))
-    assert not of.evicted
+    assert not of.hub.evicted
     steps = 0
     while of.keyspace.work:
-        before = len(of.evicted)
+        before = len(of.hub.evicted)
         of.keyspace.step()
-        assert len(of.evicted) - before < 70
+        assert len(of.hub.evicted) - before < 70
         steps += 1
     assert steps > 2
-    assert len(of.evicted) == 199
-    assert str(of.evicted[peers[0]]) == "not allowed: token r is revoked"
+    assert len(of.hub.evicted) == 199
+    assert str(of.hub.evicted[peers[0]]) == "not allowed: token r is revoked"
     assert ask(other, ping(b"abcd")) == ask(peers[7], ping(b"abcd"))
-    of.end_invalid(lambda access: "")
+    of.hub.end_invalid(lambda access: "")
     assert not of.keyspace.work
 
 

@@ -34,10 +34,14 @@ from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.observe.history import History, history_of
 from tcpstore_async.observe.monitor import Monitor
 from tcpstore_async.serving import build
+from tcpstore_async.session.auth import ALL
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.identity import MAX_ADDRESSES, identity, read_identity
 from tcpstore_async.session.named_stores import PORT_BYTES, NamedStore, NamedStores, StoreEnded
-from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
+from tcpstore_async.session.peer import Peer
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
+from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.commands import SERVER_KEY
 from tcpstore_async.wire.values import unpack
 
@@ -48,10 +52,10 @@ class Server:
     """An engine whose sessions are flushed and closed as by a server."""
 
     def __init__(self, portion: int = 1000, limits: Limits | None = None) -> None:
-        self.engine = Engine(limits or Limits(), portion)
+        self.engine = Store(limits or Limits(), portion)
         self.engine.identify(identity("the server", "uv"))
         self.named = NamedStores(self.engine, "the server")
-        self.closed: dict[ServerSession, str] = {}
+        self.closed: dict[Peer, str] = {}
         self.port = 0
 
     def connect(self) -> ServerSession:
@@ -92,12 +96,12 @@ class Server:
                 self.engine.activate()
                 self.engine.keyspace.step()
             more = self.named.work()
-            evicted = self.engine.evicted
+            evicted = self.engine.hub.evicted
             while evicted:
                 session, error = next(iter(evicted.items()))
                 self.closed[session] = str(error)
                 session.leave()
-            self.engine.pending_flush.clear()
+            self.engine.hub.pending_flush.clear()
             more = more or bool(self.engine.keyspace.work)
 
 
@@ -146,7 +150,7 @@ def test_waiting_ranks_are_answered_in_order_of_arrival(server: Server) -> None:
         server.say(rank, enter("a"))
     server.say(server.connect(), enter("a", owner="o"))
     server.engine.keyspace.step()
-    assert [one for one in server.engine.pending_flush if one in ranks] == ranks
+    assert [one for one in server.engine.hub.pending_flush if one in ranks] == ranks
 
 
 def test_a_wait_for_a_store_can_be_given_up(server: Server) -> None:
@@ -337,8 +341,8 @@ def test_an_owner_that_has_ended_its_store_is_not_lost(server: Server) -> None:
 def test_a_client_asks_once_who_the_server_is(server: Server, token: bytes) -> None:
     """In one message, and knows what a server would answer in the store that it has entered."""
     if token:
-        server.engine.require_auth = ALL
-        server.engine.authenticate = lambda _: Access("t1", store="a")
+        server.engine.hub.auth.require_auth = ALL
+        server.engine.hub.auth.authenticate = lambda _: Access("t1", store="a")
     session, peer = ClientSession(), server.connect()
     sent = []
     for data, call in admission(session, "::1", 1, token, StoreName("a", owner="o")):
@@ -577,13 +581,13 @@ def test_a_token_that_was_forgotten_counts_again_in_a_store_that_it_was_in(serve
         assert server.enter(session, "a")["status"] == "entered"
         server.say(session, set_(b"/1", b"") + delete(b"/1"))
         server.leave(session)
-        assert not server.engine.usage
+        assert not server.engine.hub.auth.usage
     inside, outside = server.connect(), server.connect()
     inside.grant_access(token)
     outside.grant_access(token)
     assert server.enter(inside, "a")["status"] == "entered"
     server.say(inside, set_(b"/1", b"") + set_(b"/2", b""))
-    assert server.engine.usage["t"].keys == 2
+    assert server.engine.hub.auth.usage["t"].keys == 2
     server.say(outside, set_(b"/1", b""))
     with pytest.raises(NotAllowedError, match="3 of the 3 allowed for token"):
         server.say(outside, set_(b"/2", b""))
@@ -598,7 +602,7 @@ def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Se
     assert server.say(waiting, enter("b")) == b""
     session.receive(enter("a"))
     server.owner("b")
-    server.engine.end_invalid(lambda access: "token t is revoked" if access.identity == "t" else "")
+    server.engine.hub.end_invalid(lambda access: "token t is revoked" if access.identity == "t" else "")
     while session.stalled():
         session.receive(b"")
     with pytest.raises(NotAllowedError, match="token t is revoked"):
@@ -610,12 +614,12 @@ def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Se
 def test_what_is_counted_for_a_token_lasts_while_its_only_session_enters_a_store(server: Server) -> None:
     session = server.connect()
     session.grant_access(Access("t", max_sessions=1))
-    usage = server.engine.usage["t"]
+    usage = server.engine.hub.auth.usage["t"]
     server.owner("a")
     assert server.enter(session, "a")["status"] == "entered"
-    assert server.engine.usage["t"] is usage
+    assert server.engine.hub.auth.usage["t"] is usage
     server.leave(session)
-    assert not server.engine.usage
+    assert not server.engine.hub.auth.usage
 
 
 def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
@@ -629,10 +633,10 @@ def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
         assert server.enter(owner, "a", owner="o")["status"] == "entered"
         server.say(owner, set_(b"/1", b"") + set_(b"/2", b""))
         server.leave(owner)
-    assert server.engine.usage["t"].keys == 1
+    assert server.engine.hub.auth.usage["t"].keys == 1
     server.say(nameless, delete(b"/1"))
     server.leave(nameless)
-    assert not server.engine.usage
+    assert not server.engine.hub.auth.usage
 
 
 # Memory
@@ -819,7 +823,7 @@ def test_who_comes_by_a_port_is_in_the_store(server: Server) -> None:
     wrong = ports.connect(41_000)
     with pytest.raises(ProtocolError, match="VALIDATE"):
         wrong.receive(get(b"/k"))
-    counts = server.engine.counts()
+    counts = server.engine.hub.counts()
     assert counts["VALIDATE"] == 2
     late, silent = ports.connect(41_000), ports.connect(41_000)
     server.say(late, HANDSHAKE)
@@ -835,7 +839,7 @@ def test_waits_of_who_comes_by_a_port_end(server: Server) -> None:
     stock = ports.connect(41_000)
     assert server.say(stock, HANDSHAKE + wait(b"/k")) == b""
     server.say(owner, set_(b"/k", b"v"))
-    assert stock in server.engine.pending_flush
+    assert stock in server.engine.hub.pending_flush
     assert take(stock) == b"\0"
 
 
@@ -911,11 +915,11 @@ def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
     ports = Ports(server, 41_000)
     server.owner("n1:4711", server="head")
     monitor = Monitor(lambda: 0.0, 1, False)
-    server.engine.watch(monitor.note)
+    server.engine.hub.watch(monitor.note)
     server.say(ports.connect(41_000), HANDSHAKE + set_(b"/k", b"v"))
     server.connect()
     assert [sample[5] for sample in monitor.take()] == ["VALIDATE", "SET", "VALIDATE"]
-    server.engine.unwatch(monitor.note)
+    server.engine.hub.unwatch(monitor.note)
     assert server.engine.first.executing() is server.engine.first.call
 
 

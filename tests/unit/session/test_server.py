@@ -12,7 +12,9 @@ from support import HANDSHAKE, blob, keys, u64
 from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.waiter_types import IDLE
-from tcpstore_async.session.server import NO_PID, Engine, ServerSession
+from tcpstore_async.session.peer import NO_PID
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 from tcpstore_async.session.tls import HANDSHAKE as TLS_HANDSHAKE
 from tcpstore_async.wire.commands import BY_OPCODE
 
@@ -30,11 +32,11 @@ NO_VALUE = b"\xff" * 8
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Limits())
+def engine() -> Store:
+    return Store(Limits())
 
 
-def join(engine: Engine) -> ServerSession:
+def join(engine: Store) -> ServerSession:
     session = ServerSession(engine, "owner", "10.0.0.7", 4711, 1.5)
     session.receive(HANDSHAKE)
     return session
@@ -50,7 +52,7 @@ def take(session: ServerSession) -> bytes:
 # Who it is
 
 
-def test_what_is_known_of_the_peer(engine: Engine) -> None:
+def test_what_is_known_of_the_peer(engine: Store) -> None:
     session = join(engine)
     assert (session.owner, session.host, session.port, session.connected_at) == ("owner", "10.0.0.7", 4711, 1.5)
     assert (session.pid, str(session)) == (NO_PID, "10.0.0.7:4711")
@@ -61,11 +63,11 @@ def test_what_is_known_of_the_peer(engine: Engine) -> None:
     assert session.slot.command.name == "GET"
 
 
-def test_an_ipv6_peer_is_written_as_one(engine: Engine) -> None:
+def test_an_ipv6_peer_is_written_as_one(engine: Store) -> None:
     assert str(ServerSession(engine, None, "fe80::1", 5, 0.0)) == "[fe80::1]:5"
 
 
-def test_the_keys_that_a_session_awaits_are_known(engine: Engine) -> None:
+def test_the_keys_that_a_session_awaits_are_known(engine: Store) -> None:
     session = join(engine)
     session.receive(WAIT + keys(b"/a", b"/b"))
     assert session.parked == {b"/a", b"/b"}
@@ -78,7 +80,7 @@ def introduction(*items: tuple[bytes, bytes]) -> bytes:
     return INTRODUCE + u64(len(items)) + b"".join(blob(name) + blob(text) for name, text in items)
 
 
-def test_an_introduction(engine: Engine) -> None:
+def test_an_introduction(engine: Store) -> None:
     session = join(engine)
     session.receive(introduction((b"rank", b"3"), (b"job", "søk".encode())))
     assert take(session) == b""
@@ -97,7 +99,7 @@ def test_an_introduction(engine: Engine) -> None:
 @pytest.mark.parametrize("raw", [
     b"\n", b"a\r\nERROR: all is lost", b"\x1b[31m", b"\0\t", b"\xff\xfe", b"\xed\xa0\x80", "\u2028\u202e\x85".encode(),
 ])  # fmt: skip
-def test_an_introduction_breaks_no_log_line(engine: Engine, raw: bytes) -> None:
+def test_an_introduction_breaks_no_log_line(engine: Store, raw: bytes) -> None:
     session = join(engine)
     session.receive(introduction((raw, raw), (b"after", b"all")))
     assert str(session).isprintable()
@@ -106,7 +108,7 @@ def test_an_introduction_breaks_no_log_line(engine: Engine, raw: bytes) -> None:
     assert session.peer["after"] == "all"
 
 
-def test_the_size_of_an_introduction_is_limited(engine: Engine) -> None:
+def test_the_size_of_an_introduction_is_limited(engine: Store) -> None:
     """Names and values, with the lengths of the values: so the number of items has a limit too."""
     session, other, third = join(engine), join(engine), join(engine)
     session.receive(introduction((b"host", bytes(2048 - 4 - 8))))
@@ -119,25 +121,25 @@ def test_the_size_of_an_introduction_is_limited(engine: Engine) -> None:
         third.receive(introduction(*[(b"", b"")] * 257))
 
 
-def test_an_introduction_stores_nothing(engine: Engine) -> None:
+def test_an_introduction_stores_nothing(engine: Store) -> None:
     session = join(engine)
     session.receive(introduction((b"rank", b"3")))
-    assert (engine.keyspace.num_keys(), engine.keyspace.size, engine.unfinished) == (0, 0, 0)
+    assert (engine.keyspace.num_keys(), engine.keyspace.size, engine.budget.unfinished) == (0, 0, 0)
 
 
 # A value, now or later
 
 
-def test_a_fetch_replies_at_once_or_later(engine: Engine) -> None:
+def test_a_fetch_replies_at_once_or_later(engine: Store) -> None:
     session, other = join(engine), join(engine)
     session.receive(SET + blob(b"/k") + blob(b"v") + FETCH + blob(b"/k") + FETCH + blob(b"/j") + PING + b"\1\0\0\0")
     assert take(session) == blob(b"v") + b"\1\0\0\0"
     other.receive(SET + blob(b"/j") + blob(b"w"))
     assert take(session) == blob(b"w")
-    assert engine.pending_flush == [session]
+    assert engine.hub.pending_flush == [session]
 
 
-def test_a_large_deferred_value_is_not_copied(engine: Engine) -> None:
+def test_a_large_deferred_value_is_not_copied(engine: Store) -> None:
     sessions = [join(engine) for _ in range(20)]
     for session in sessions:
         session.receive(FETCH + blob(b"/k"))
@@ -152,7 +154,7 @@ def test_a_large_deferred_value_is_not_copied(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("cut", range(30))
-def test_a_wake_and_a_cancel_in_one_chunk(engine: Engine, cut: int) -> None:
+def test_a_wake_and_a_cancel_in_one_chunk(engine: Store, cut: int) -> None:
     """A connection that sets what it fetches itself: whichever comes first, and however it is cut."""
     set_k = SET + blob(b"/k") + blob(b"v")
     for frames, reply in (
@@ -161,7 +163,7 @@ def test_a_wake_and_a_cancel_in_one_chunk(engine: Engine, cut: int) -> None:
         (WAIT_COUNT + blob(b"/n") + u64(2) + ADD + blob(b"/n") + u64(5) + CANCEL, b"\0" + u64(5) + b"\1"),
         (WAIT_COUNT + blob(b"/n") + u64(2) + CANCEL + ADD + blob(b"/n") + u64(5), b"\1" + u64(5)),
     ):
-        fresh = Engine(Limits())
+        fresh = Store(Limits())
         session = join(fresh)
         session.receive(frames[:cut])
         session.receive(frames[cut:])
@@ -169,7 +171,7 @@ def test_a_wake_and_a_cancel_in_one_chunk(engine: Engine, cut: int) -> None:
         assert (fresh.keyspace.waiters, fresh.keyspace.counters) == ({}, {})
 
 
-def test_a_cancel_with_nothing_to_cancel(engine: Engine) -> None:
+def test_a_cancel_with_nothing_to_cancel(engine: Store) -> None:
     session = join(engine)
     session.receive(CANCEL_FETCH + CANCEL + CANCEL_FETCH)
     assert take(session) == NO_VALUE + b"\1" + NO_VALUE
@@ -179,7 +181,7 @@ def test_a_cancel_with_nothing_to_cancel(engine: Engine) -> None:
 @pytest.mark.parametrize("first", [
     FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/n") + u64(1), WAIT + keys(b"/k"), b"\x12" + blob(b"/b") + u64(2),
 ])  # fmt: skip
-def test_a_second_wait_of_the_extension_closes(engine: Engine, first: bytes, second: bytes) -> None:
+def test_a_second_wait_of_the_extension_closes(engine: Store, first: bytes, second: bytes) -> None:
     session = join(engine)
     with pytest.raises(ProtocolError, match="already has a pending wait"):
         session.receive(first + second)
@@ -189,7 +191,7 @@ def test_a_second_wait_of_the_extension_closes(engine: Engine, first: bytes, sec
 
 def test_a_fetch_with_unsent_replies() -> None:
     """The value comes behind them, even if that makes them more than the high-water mark."""
-    engine = Engine(Limits(value_bytes=100, unsent_high_water=50))
+    engine = Store(Limits(value_bytes=100, unsent_high_water=50))
     session, setter = join(engine), join(engine)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + FETCH + blob(b"/j") + (GET + blob(b"/k")) * 3)
     assert (session.unsent, session.stalled()) == (60, True)
@@ -200,7 +202,7 @@ def test_a_fetch_with_unsent_replies() -> None:
     assert take(session) == blob(bytes(52))
 
 
-def test_leaving_while_it_fetches_or_counts(engine: Engine) -> None:
+def test_leaving_while_it_fetches_or_counts(engine: Store) -> None:
     for frame in (FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/k") + u64(3)):
         session = join(engine)
         session.receive(frame)
@@ -208,14 +210,14 @@ def test_leaving_while_it_fetches_or_counts(engine: Engine) -> None:
         assert (engine.keyspace.waiters, engine.keyspace.counters, engine.keyspace.size) == ({}, {}, 0)
         assert (session.state, session.awaited, session.group, session.remaining) == (IDLE, b"", None, 0)
     join(engine).receive(SET + blob(b"/k") + blob(b"9"))
-    assert not engine.pending_flush
+    assert not engine.hub.pending_flush
 
 
 # The beginning
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
-def test_validate_may_be_split(engine: Engine, cut: int) -> None:
+def test_validate_may_be_split(engine: Store, cut: int) -> None:
     session = ServerSession(engine, None, "::1", 1, 0.0)
     session.receive(HANDSHAKE[:cut])
     session.receive(HANDSHAKE[cut:] + PING + b"\1\2\3\4")
@@ -223,7 +225,7 @@ def test_validate_may_be_split(engine: Engine, cut: int) -> None:
 
 
 @pytest.mark.parametrize("magic", [0, 0x3C85F7CF, 0xCEF7853C, 2**32 - 1])
-def test_a_wrong_magic_number(engine: Engine, magic: int) -> None:
+def test_a_wrong_magic_number(engine: Store, magic: int) -> None:
     session = ServerSession(engine, None, "::1", 1, 0.0)
     with pytest.raises(ProtocolError, match=f"VALIDATE carries {magic:#x}"):
         session.receive(b"\0" + struct.pack("<I", magic) + SET + blob(b"/k") + blob(b"v"))
@@ -231,7 +233,7 @@ def test_a_wrong_magic_number(engine: Engine, magic: int) -> None:
 
 
 @pytest.mark.parametrize("opcode", range(1, 256))
-def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None:
+def test_a_first_frame_that_is_not_validate(engine: Store, opcode: int) -> None:
     session = ServerSession(engine, None, "::1", 1, 0.0)
     expected = f"first frame has opcode {opcode}, expected VALIDATE$"
     if opcode == TLS_HANDSHAKE:
@@ -241,7 +243,7 @@ def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None
 
 
 @pytest.mark.parametrize("opcode", [0, *(opcode for opcode, command in enumerate(BY_OPCODE) if command is None)])
-def test_an_unknown_opcode(engine: Engine, opcode: int) -> None:
+def test_an_unknown_opcode(engine: Store, opcode: int) -> None:
     session = join(engine)
     with pytest.raises(ProtocolError, match=f"unknown opcode {opcode}"):
         session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + bytes([opcode]) + ADD)
@@ -251,40 +253,40 @@ def test_an_unknown_opcode(engine: Engine, opcode: int) -> None:
 # What is said
 
 
-def test_replies_keep_the_order_of_events(engine: Engine) -> None:
+def test_replies_keep_the_order_of_events(engine: Store) -> None:
     session, other = join(engine), join(engine)
     session.receive(WAIT + keys(b"/k") + PING + b"\1\0\0\0")
     other.receive(SET + blob(b"/k") + blob(b"v"))
     session.receive(CANCEL + ADD + blob(b"/n") + u64(3))
     assert take(session) == b"\1\0\0\0" + b"\0" + b"\1" + u64(3)
-    assert engine.pending_flush == [session]
+    assert engine.hub.pending_flush == [session]
 
 
-def test_a_session_that_wakes_itself_is_sent_that_first(engine: Engine) -> None:
+def test_a_session_that_wakes_itself_is_sent_that_first(engine: Store) -> None:
     session = join(engine)
     session.receive(WAIT + keys(b"/n") + ADD + blob(b"/n") + u64(3))
     assert take(session) == b"\0" + u64(3)
 
 
-def test_a_thousand_frames_in_one_chunk(engine: Engine) -> None:
+def test_a_thousand_frames_in_one_chunk(engine: Store) -> None:
     session = join(engine)
     session.receive((ADD + blob(b"/n") + u64(1)) * 1000)
     assert take(session) == b"".join(map(u64, range(1, 1001)))
 
 
-def test_a_value_is_sent_without_a_copy(engine: Engine) -> None:
+def test_a_value_is_sent_without_a_copy(engine: Store) -> None:
     session = join(engine)
     session.receive(SET + blob(b"/k") + blob(bytes(1000)) + (GET + blob(b"/k")) * 2)
     assert session.out[0] is session.out[1] is engine.keyspace.values[b"/k"]
 
 
-def test_unsent_counts_what_is_in_out(engine: Engine) -> None:
+def test_unsent_counts_what_is_in_out(engine: Store) -> None:
     session = join(engine)
     session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
     assert session.unsent == sum(map(len, session.out)) == 9 * 3 + 18
 
 
-def test_a_bad_number_closes_and_changes_nothing(engine: Engine) -> None:
+def test_a_bad_number_closes_and_changes_nothing(engine: Store) -> None:
     session = join(engine)
     with pytest.raises(ProtocolError):
         session.receive(SET + blob(b"/k") + blob(b"x") + ADD + blob(b"/k") + u64(1))
@@ -295,35 +297,35 @@ def test_a_bad_number_closes_and_changes_nothing(engine: Engine) -> None:
 # Going
 
 
-def test_leaving_leaves_nothing(engine: Engine) -> None:
+def test_leaving_leaves_nothing(engine: Store) -> None:
     session = join(engine)
     session.receive(WAIT + keys(b"/a", b"/b") + SET + u64(100))
-    assert engine.unfinished == 9 + 64
+    assert engine.budget.unfinished == 9 + 64
     session.leave()
-    assert (engine.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
+    assert (engine.budget.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
     assert (session.owner, session.parked, session.input_buffer, session.partial) == (None, None, None, None)
 
 
-def test_leaving_half_a_large_value_leaves_nothing(engine: Engine) -> None:
+def test_leaving_half_a_large_value_leaves_nothing(engine: Store) -> None:
     session = join(engine)
     session.receive(SET + blob(b"/k") + u64(10**6) + bytes(500_000))
     assert session.large_value() is not None
-    assert engine.unfinished >= 500_000
+    assert engine.budget.unfinished >= 500_000
     session.leave()
-    assert engine.unfinished == 0
+    assert engine.budget.unfinished == 0
     assert session.large_value() is None
 
 
-def test_leaving_hands_items_on(engine: Engine) -> None:
+def test_leaving_hands_items_on(engine: Store) -> None:
     first, second, pusher = join(engine), join(engine), join(engine)
     first.receive(WAIT + keys(b"q"))
     second.receive(WAIT + keys(b"q"))
     pusher.receive(b"\x0e" + blob(b"q") + blob(b"item"))
     assert (take(first), take(second)) == (b"\0", b"")
-    engine.pending_flush.clear()
+    engine.hub.pending_flush.clear()
     first.leave()
     assert take(second) == b"\0"
-    assert engine.pending_flush == [second]
+    assert engine.hub.pending_flush == [second]
 
 
 @pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])
@@ -333,7 +335,7 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
     class Owner:
         pass
 
-    engine = Engine(Limits())
+    engine = Store(Limits())
     owner = Owner()
     gone = weakref.ref(owner)
     gc.disable()
@@ -351,7 +353,7 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
 
 
 def test_unsent_replies_stop_the_peer() -> None:
-    engine = Engine(Limits(value_bytes=100, unsent_high_water=50))
+    engine = Store(Limits(value_bytes=100, unsent_high_water=50))
     session = join(engine)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + (GET + blob(b"/k")) * 5)
     assert session.stalled()
@@ -363,14 +365,14 @@ def test_unsent_replies_stop_the_peer() -> None:
 
 
 def test_a_reply_over_every_budget_closes() -> None:
-    session = join(Engine(Limits(value_bytes=100_000, budget_bytes=250_000)))
+    session = join(Store(Limits(value_bytes=100_000, budget_bytes=250_000)))
     session.receive(SET + blob(b"/k") + blob(bytes(99_992)))
     with pytest.raises(LimitError, match=r"budget_bytes=300000 \(max 250000\)"):
         session.receive(b"\x0a" + keys(b"/k", b"/k", b"/k"))
 
 
 def test_a_stalled_peer_cannot_send_without_limit() -> None:
-    engine = Engine(Limits(value_bytes=100, unsent_high_water=0, budget_bytes=4000))
+    engine = Store(Limits(value_bytes=100, unsent_high_water=0, budget_bytes=4000))
     session = join(engine)
     session.receive(PING + b"\1\0\0\0")
     with pytest.raises(LimitError, match="budget_bytes"):
@@ -379,7 +381,7 @@ def test_a_stalled_peer_cannot_send_without_limit() -> None:
 
 
 def test_what_a_relay_says_of_a_peer_counts_and_yields_to_what_the_peer_says() -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     session = ServerSession(engine, None, "h", 1, 0.0)
     session.receive(HANDSHAKE)
     used = engine.budget.used()

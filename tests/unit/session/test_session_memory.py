@@ -10,7 +10,8 @@ from support import HANDSHAKE, blob
 from tcpstore_async import Limits
 from tcpstore_async.observe.history import History
 from tcpstore_async.serving import build
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
 
 BUDGET = {"compiled": 440, "interpreted": 760 if sys.version_info < (3, 14) else 1_440}
 """Bytes of one session with all that is known of its peer, after the start of a rank.
@@ -23,7 +24,7 @@ SESSIONS = 2_000
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_a_session_stays_within_its_budget(observed: bool) -> None:
-    engine = Engine(Limits())
+    engine = Store(Limits())
     if observed:
         engine.observe(History(engine))
     start = HANDSHAKE + b"\x0d1234" + b"\x04" + blob(b"init/") + struct.pack("<q", 1)

@@ -1,0 +1,238 @@
+"""Authentication: who has presented which token, or a certificate, and the guards before their commands.
+
+`Auth` is of a server, `Guards` of one store. Neither knows tokens or how bytes travel: `Auth.authenticate` does.
+
+Invariants: a session that has to authenticate executes nothing but what is allowed to everybody. What is counted for a
+token is kept while anything of its holders is stored or connected.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from ..auth.access import Access
+from ..base.addresses import is_loopback
+from ..base.errors import NotAllowedError, counted
+from ..keyspace.accounts import Account
+from ..wire.commands import SERVER_KEY
+from ..wire.values import Framed, pack, unpack
+from .guard import Guard, TokenUsage
+from .identity import (
+    CERTIFICATE,
+    CROWDED,
+    REFUSED,
+    TOKEN,
+    auth_refusal,
+    auth_reply,
+    decode_identity,
+    encode_identity,
+    with_access,
+    with_requirement,
+)
+from .key_list_cache import SharedKeys
+from .peer import Peer
+from .slots import Slot
+from .table import Commands, Table
+
+REMOTE: Final = "remote"
+ALL: Final = "all"
+"""Whose sessions have to authenticate: those from other hosts, or all."""
+
+
+class Auth:
+    """Who has authenticated at one server."""
+
+    def __init__(self, commands: Commands) -> None:
+        self.commands = commands
+        self.authenticate: Callable[[bytes], Access | str] | None = None
+        """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
+        self.require_auth: str = ""
+        """Whose sessions must present a token or certificate: `REMOTE`, `ALL`, or nobody's."""
+        self.granted: dict[Peer, Access | None] = {}
+        """Sessions that have authenticated, and what they may do; None for everything."""
+        self.usage: dict[str, TokenUsage] = {}
+        """What is counted for tokens with limits, by their id."""
+        commands.register("auth", lambda store: self.present)
+
+    def present(self, session: Peer, token: Framed) -> Framed:
+        """Execute AUTH. Raises NotAllowedError if the token is refused, behind the reply that says so."""
+        status = REFUSED
+        found: Access | str = "the server has no keys to check tokens with; connect without a token"
+        if self.authenticate is not None:
+            found = self.authenticate(unpack(token))
+        if isinstance(found, Access):
+            if found.store and "enter" not in self.commands.features:
+                found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"
+            elif self.granted.get(session) != found:
+                status = CROWDED
+                found = self.crowded(found) or found
+        if isinstance(found, str):
+            reply = pack(auth_refusal(status, found))
+            session.out.append(reply)
+            session.unsent += len(reply)
+            raise NotAllowedError(found)
+        session.grant_access(found)
+        return pack(auth_reply(found, session.refused_before()))
+
+    def must_authenticate(self, session: Peer) -> bool:
+        """Return whether a session may do nothing yet."""
+        if not self.require_auth or session in self.granted or session.shares_connection():
+            return False  # one on a link may do what the link's connection may
+        return self.require_auth == ALL or not is_loopback(session.host)
+
+    def crowded(self, access: Access | None) -> str:
+        """Return why there may be no further session with this token; empty if there may.
+
+        Those without a connection do not keep others out: see `LinkRegistry.make_way`.
+        """
+        usage = None if access is None else self.usage.get(access.identity)
+        connected = 0 if usage is None else len(usage.sessions) - len(usage.suspended)
+        if access is None or not 0 < access.max_sessions <= connected:
+            return ""
+        return f"token {access.identity} already has {counted(connected, 'session')} (max {access.max_sessions})"
+
+    def usage_of(self, session: Peer) -> TokenUsage | None:
+        """Return what is counted for the token of a session, if that is limited."""
+        access = self.granted.get(session) if self.granted else None
+        return None if access is None else self.usage.get(access.identity)
+
+    def forget_unused(self, usage: TokenUsage) -> None:
+        """Forget a token of which there is nothing to count."""
+        if usage.unused():
+            self.usage.pop(usage.identity, None)
+
+
+class Guards:
+    """The guards of one store, and the tables that they stand before."""
+
+    def __init__(self, auth: Auth, table: Table) -> None:
+        self.auth = auth
+        self.table = table
+        self.accounts: dict[str, Account] = {}
+        """What the holders of tokens with limits have stored here, by the token's id. Not of the root."""
+        self._guarded: dict[Access | None, tuple[Guard, list[Slot | None]]] = {}
+        """None: of sessions that have to authenticate."""
+
+    def grant(self, session: Peer, access: Access | None) -> None:
+        """Let a session do what `access` allows from now on; None allows everything."""
+        self.revoke(session)
+        self.auth.granted[session] = access
+        if access is not None:
+            self._guard(access)[0].sessions += 1
+            if access.limited():
+                self.auth.usage[access.identity].sessions.add(session)
+
+    def expect(self, access: Access, ended: str) -> None:
+        """A session with this token, which is no longer valid if `ended` says why, is about to come from another store.
+
+        To be called before it leaves that one, so that what is counted for the token is not forgotten in between.
+        """
+        self._guard(access)[0].ended = ended
+
+    def revoke(self, session: Peer) -> None:
+        """Forget what a session was allowed: it has gone, or is about to be allowed something else."""
+        access = self.auth.granted.pop(session, None)
+        if access is None:
+            return
+        usage = self.auth.usage.get(access.identity)
+        if usage is not None:
+            usage.sessions.discard(session)
+        guard = self._guarded[access][0]
+        guard.sessions -= 1
+        if not guard.sessions:
+            del self._guarded[access]
+            if usage is not None:
+                usage.guards -= 1
+                self.auth.forget_unused(usage)
+
+    def end_invalid(self, ended: Callable[[Access], str]) -> bool:
+        """Refuse everything to those whose token is no longer valid; return whether there are any.
+
+        `ended` returns why that is so, or nothing.
+        """
+        invalid = False
+        for access, (guard, _) in self._guarded.items():
+            guard.ended = "" if access is None else ended(access)
+            invalid = invalid or guard.ended != ""
+        return invalid
+
+    def why_ended(self, session: Peer) -> str:
+        """Return why the token of a session is no longer valid; empty if it is, or has none."""
+        access = self.auth.granted.get(session)
+        found = None if access is None else self._guarded.get(access)
+        return "" if found is None else found[0].ended
+
+    def account_of(self, session: Peer) -> Account | None:
+        """Return what is counted in this store for the token of a session, if that is limited."""
+        granted = self.auth.granted
+        access = granted.get(session) if granted else None
+        found = None if access is None else self._guarded.get(access)
+        return None if found is None else found[0].account
+
+    def table_of(self, session: Peer) -> list[Slot | None]:
+        """Return the table of a session that has sent VALIDATE."""
+        if session in self.auth.granted:
+            access = self.auth.granted[session]
+            return self.table.commands if access is None else self._guard(access)[1]
+        return self._guard(None)[1] if self.auth.must_authenticate(session) else self.table.commands
+
+    def slot(self, session: Peer, opcode: int) -> Slot | None:
+        """Return how a command of a session is executed that has sent VALIDATE; None if it is not."""
+        if session.table is self.table.commands:
+            return self.table.slot(opcode)
+        access = self.auth.granted.get(session)
+        found = self._guarded.get(access)
+        if found is None or found[1] is not session.table:
+            return None  # it has not sent VALIDATE, or is evicted
+        slot = self.table.slot(opcode)
+        if slot is None or (access is None and not slot.command.first):
+            return None
+        guarded = found[1][opcode] = self._guarded_slot(found[0], slot)
+        return guarded
+
+    def all_slots(self) -> list[Slot]:
+        """Return the slots that there are."""
+        return [slot for _, table in self._guarded.values() for slot in table if slot is not None]
+
+    def clear(self) -> None:
+        """Forget all guards, and the store, which has ended."""
+        self._guarded.clear()
+        self.table = self.table.root
+
+    def _guard(self, access: Access | None) -> tuple[Guard, list[Slot | None]]:
+        found = self._guarded.get(access)
+        if found is not None:
+            return found
+        auth, keyspace, name = self.auth, self.table.keyspace, self.table.name
+        identity = keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
+        account: Account | None = None
+        if access is not None:
+            identity = pack(encode_identity(with_access(decode_identity(unpack(identity)), access)))
+            if access.limited():
+                usage = auth.usage.setdefault(access.identity, TokenUsage(access))
+                usage.guards += 1
+                account = self._account(usage)
+        elif SERVER_KEY in keyspace.reserved:
+            required = CERTIFICATE if auth.authenticate is None else TOKEN
+            identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
+        guard = Guard(keyspace, access, account, identity, auth.authenticate is None, name or None)
+        table: list[Slot | None] = [None] * 256
+        self._guarded[access] = guard, table
+        return guard, table
+
+    def _guarded_slot(self, guard: Guard, slot: Slot) -> Slot:
+        command, table = slot.command, self.table
+        guarded = Slot(command, guard.wrap(command, slot.executing()), slot.tally)
+        if isinstance(slot.request, SharedKeys):
+            guarded.request = SharedKeys(table.key_lists, guard.wrap_shared(command, slot.executing_shared()))
+        if table.shared.watchers:
+            guarded.watch(table.note)
+        return guarded
+
+    def _account(self, usage: TokenUsage) -> Account:
+        """Return what the holders of a token have stored here."""
+        if not self.table.name:
+            return usage.nameless
+        account = self.accounts.get(usage.identity)
+        if account is None or account.usage is not usage:  # the token was forgotten, as there was nothing to count
+            account = self.accounts[usage.identity] = Account(usage)
+        return account

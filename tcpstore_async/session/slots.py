@@ -1,0 +1,70 @@
+"""Rows of the command table as a store serves them.
+
+A slot knows its codecs and the function that executes the command. It must not know what the function does.
+
+Invariant: what a slot executes is the same whether it is watched or not.
+"""
+
+from typing import Any, Final
+
+from ..wire.codecs import Handler, RequestCodec
+from ..wire.commands import Command
+from .key_list_cache import SharedKeys
+
+
+class Tally:
+    """How often a command has been executed, whichever table it was in."""
+
+    def __init__(self) -> None:
+        self.count: int = 0
+
+
+class Slot:
+    """A row of the command table as a store serves it: its codecs and the function that executes it."""
+
+    def __init__(self, command: Command, call: Handler, tally: Tally) -> None:
+        self.command = command
+        self.tally = tally
+        self.request: RequestCodec = command.request
+        self.call = call
+        self.encode = command.reply.encode if command.reply.measure is None else None
+        self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
+        self._unwatched: list[Handler] = []
+        """The handlers without the watchers' wrapper while somebody watches: `call`, and that of shared keys."""
+
+    def executing(self) -> Handler:
+        """Return the function that executes the command, without the watchers' wrapper."""
+        return self._unwatched[0] if self._unwatched else self.call
+
+    def executing_shared(self) -> Handler:
+        """Do the same for lists of keys that many send, of a command that has them."""
+        request = self.request
+        assert isinstance(request, SharedKeys)
+        return self._unwatched[1] if self._unwatched else request.call
+
+    def watch(self, note: Handler) -> None:
+        """Have `note` called with the command and its fields before the command is executed."""
+        command, call, request = self.command, self.call, self.request
+        self._unwatched = [call]
+        self.call = lambda *fields: _noted(note, command, call, fields)
+        if isinstance(request, SharedKeys):
+            shared = request.call
+            self._unwatched.append(shared)
+            request.call = lambda listed: _noted(note, command, shared, (listed,))
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        if self._unwatched:
+            if isinstance(self.request, SharedKeys):
+                self.request.call = self._unwatched[1]
+            self.call = self._unwatched[0]
+            self._unwatched = []
+
+
+def _noted(note: Handler, command: Command, call: Handler, fields: tuple[Any, ...]) -> Any:
+    note(command, fields)
+    return call(*fields)
+
+
+NO_COMMANDS: Final[list[Slot | None]] = [None] * 256
+"""The table of an evicted session, which must not make the server hold anything any more."""

@@ -1,0 +1,80 @@
+"""What moves the bytes of a session: a connection, a session's part of a link, or a single link without a connection.
+
+It must not know what the bytes mean.
+
+Invariant: when the connection breaks, the session leaves, unless a single link keeps it.
+"""
+
+from ..base.mypyc_shim import mypyc_attr
+from ..wire.values import Framed
+from .owner import Owner
+from .server import ServerSession
+from .store import Store
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Transport(Owner):
+    """What moves a session's bytes, as far as sessions and servers know it."""
+
+    def __init__(self, engine: Store, host: str, port: int, connected_at: float) -> None:
+        self.single: Keeper | None = None
+        """What keeps the session when the connection breaks."""
+        self.session: ServerSession = ServerSession(engine, self, host, port, connected_at)
+
+    def flush(self) -> None:
+        """Send the session's replies, as far as its peer takes them."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the connection and take back what its session was offered. Idempotent."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Read no more, and close once the peer has been sent the replies that are unsent."""
+        self.close()
+
+    def leave(self, broken: bool) -> None:
+        """The connection has ended. If it is broken and there is a single link, that keeps the session."""
+        link = self.single
+        if link is not None and broken and not link.over:
+            link.detach()
+            return
+        if link is not None:
+            link.forget()
+            self.single = None
+        self.session.leave()
+
+    def send_again(self, replies: list[Framed], taken: int) -> None:
+        """Send replies without their first `taken` bytes; they are counted as unsent, and nothing is ahead of them."""
+        raise NotImplementedError
+
+    def resumed(self) -> None:
+        """Go on soon with what the session, which comes from another connection, has kept back."""
+        raise NotImplementedError
+
+    def awaited_since(self) -> float:
+        return self.session.connected_at
+
+    def in_handshake(self) -> bool:
+        """Return whether the peer has begun a TLS handshake, or has to, and has not finished it."""
+        return False
+
+
+class Keeper(Transport):
+    """A single link, as connections know it: keeps replies until they are acknowledged, and the session meanwhile."""
+
+    over: bool
+    received: int
+    """Bytes taken from the client since LINK."""
+
+    def keep(self, out: list[Framed]) -> None:
+        """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """End the link; the session is then its connection's alone, and ends with it."""
+        raise NotImplementedError
