@@ -62,7 +62,11 @@ def test_the_threaded_server_is_not_started_without_what_was_asked_for(
     name: str, value: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pair = certificates().server
-    monkeypatch.setenv(name, str(tmp_path / value) if value == "keys" else value)
+    if value == "keys":
+        (tmp_path / value).touch(0o600)
+        (tmp_path / value).write_text("k1:a secret that nobody knows\n")
+        value = str(tmp_path / value)
+    monkeypatch.setenv(name, value)
     monkeypatch.setenv("TCPSTORE_CERT", pair.cert)
     monkeypatch.setenv("TCPSTORE_KEY", pair.key)
     with pytest.raises(ValueError, match=f"^the server of use_libuv=False has {named}"):

@@ -214,10 +214,10 @@ TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60).queue_pop("q")
 """
 
 
-@pytest.mark.parametrize("backend", ["uv", "threaded"])
-def test_the_item_of_a_killed_process_goes_back(backend: str) -> None:
+@pytest.mark.parametrize("options", [("--link-grace", "0.5"), ("--backend", "threaded")])
+def test_the_item_of_a_killed_process_goes_back(options: tuple[str, ...]) -> None:
     with (
-        tcpstore_server("--backend", backend, "--link-grace", "0.5") as server,
+        tcpstore_server(*options) as server,
         TCPStore("127.0.0.1", server.port, timeout=LIMIT) as other,
         link_to(server.port) as link,
     ):

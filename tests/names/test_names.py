@@ -41,6 +41,13 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield server.port
 
 
+@pytest.fixture(scope="module")
+def linking_port() -> Iterator[int]:
+    """Of a server whose sessions survive a broken connection: the threaded one has no links."""
+    with tcpstore_server() as server:
+        yield server.port
+
+
 @pytest.fixture
 def url(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
@@ -295,7 +302,8 @@ def test_ranks_behind_a_relay(port: int, name: str) -> None:
             assert not owner.check(["k"])
 
 
-def test_a_store_survives_a_broken_connection_of_its_owner(port: int, name: str) -> None:
+def test_a_store_survives_a_broken_connection_of_its_owner(linking_port: int, name: str) -> None:
+    port = linking_port
     with resetter(port) as proxy:
         owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
         with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
@@ -307,10 +315,9 @@ def test_a_store_survives_a_broken_connection_of_its_owner(port: int, name: str)
         owner.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_name_whose_owner_was_killed_in_the_middle_of_a_reply(backend: str, name: str) -> None:
+def test_a_name_whose_owner_was_killed_in_the_middle_of_a_reply(name: str) -> None:
     """To the server that is a broken connection: who is next waits until the owner is back, or its time is over."""
-    with tcpstore_server("--backend", backend, "--link-grace", "2") as server, resetter(server.port) as proxy:
+    with tcpstore_server("--link-grace", "2") as server, resetter(server.port) as proxy:
         url = f"tcp://127.0.0.1:{server.port}"
         killed = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
         killed.set("k", "old")
@@ -334,7 +341,8 @@ def suspended(server: Server) -> int:
     return sum(fact["stats"]["links"]["suspended"] for fact in facts if "stats" in fact)
 
 
-def test_a_store_survives_although_its_owner_has_called_nothing(port: int, name: str) -> None:
+def test_a_store_survives_although_its_owner_has_called_nothing(linking_port: int, name: str) -> None:
+    port = linking_port
     with resetter(port) as proxy:
         owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
         with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
