@@ -1,7 +1,7 @@
 """The unsent bytes of one connection: replies that the kernel has not accepted yet.
 
 Short replies are copied together; longer ones are kept by reference, and count once in the budget however many
-connections share them. `session/server.py` counts them, and has those not offered to the kernel yet. This module does
+connections share them. `session/session.py` counts them, and has those not offered to the kernel yet. This module does
 not know sockets: whoever writes passes `batch` to the kernel and reports with `took` how much of it was accepted.
 
 Invariant: the bytes leave in the order in which they were added, and everything kept is counted in the budget.
