@@ -106,9 +106,9 @@ async def linked(port: int) -> tuple[ClientLink, asyncio.StreamReader, asyncio.S
     return link, reader, writer
 
 
-async def test_a_session_on_a_link_that_stays_silent_ends(backend: str) -> None:
+async def test_a_session_on_a_link_that_stays_silent_ends() -> None:
     """Also if there is nobody else who has not sent VALIDATE."""
-    async with serve(limits=Limits(validate_seconds=1), backend=backend) as server:
+    async with serve(limits=Limits(validate_seconds=1)) as server:
         link, reader, writer = await linked(server.port)
         for _ in range(2):  # the first may be noticed because the connection was new
             silent = Silent()
@@ -121,9 +121,9 @@ async def test_a_session_on_a_link_that_stays_silent_ends(backend: str) -> None:
         writer.close()
 
 
-async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send(backend: str) -> None:
+async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send() -> None:
     """Also if so much was woken at the same time that it would be sent in several turns of the loop."""
-    async with serve(backend=backend) as server:
+    async with serve() as server:
         link, reader, writer = await linked(server.port)
         with server.lock:
             [carrier] = server.links.links.values()

@@ -129,13 +129,17 @@ def test_a_token_for_a_store(sockets: Path, tmp_path: Path) -> None:
             assert run_command(server, *words).exit_code == 5
 
 
-def test_traffic_in_a_store(server: Server, owner: TCPStore) -> None:
-    """Through a relay, because what makes it knows no stores."""
+def test_traffic_in_a_store(sockets: Path) -> None:
+    """Through a relay, because what makes it knows no stores; so the server has to have links."""
     words = ["bench", "--ranks", "2", "--requests", "20", "--ops", "set", "--store", "node7:4711"]
-    done = run_command(server, *words, "-o", "json", "--timeout", str(LIMIT))
-    assert json.loads(done.stdout)["complete"], done.output
-    look = look_at(Path(json.loads(server.ready)["admin"]), LIMIT, store="node7:4711")
-    assert look.stats.commands["SET"] >= 20
+    with (
+        tcpstore_server() as server,
+        TCPStore("node7", 4711, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}"),
+    ):
+        done = run_command(server, *words, "-o", "json", "--timeout", str(LIMIT))
+        assert json.loads(done.stdout)["complete"], done.output
+        look = look_at(Path(json.loads(server.ready)["admin"]), LIMIT, store="node7:4711")
+        assert look.stats.commands["SET"] >= 20
 
 
 def test_a_store_that_is_not_there(server: Server) -> None:

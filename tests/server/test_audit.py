@@ -19,7 +19,6 @@ from server.test_auth import KEYS, identity_of, tcpstore
 from support import LIMIT, RawPeer, tcpstore_server
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.audit import AuditLog
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import serve
 
 WRITE = set_(b"/k", b"v")
@@ -90,11 +89,10 @@ def test_no_limit(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     assert (len(caplog.messages), audit.flush_due()) == (1000, 0.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_refusal_has_a_line_with_its_peer(backend: str, tmp_path: Path) -> None:
+def test_every_refusal_has_a_line_with_its_peer(tmp_path: Path) -> None:
     """Also when they come within a second, and of one kind."""
     keys = key_file(tmp_path)
-    with tcpstore_server("--backend", backend, "--token-keys", str(keys), "--require-auth=all") as server:
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
         ports = {refused(server.port) for _ in range(30)}
         until(lambda: server.log().count("SET requires a token") == 30)
         assert (
@@ -104,10 +102,9 @@ def test_every_refusal_has_a_line_with_its_peer(backend: str, tmp_path: Path) ->
         assert "omitted" not in server.log()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_lines_beyond_the_limit_are_counted_exactly(backend: str, tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_counted_exactly(tmp_path: Path) -> None:
     options = ["--token-keys", str(key_file(tmp_path)), "--require-auth=all", "--limit", "audit_lines=1"]
-    with tcpstore_server("--backend", backend, *options) as server:
+    with tcpstore_server(*options) as server:
         for _ in range(40):
             refused(server.port)
         until(lambda: "omitted" in server.log())  # by a timer: no further refusal follows

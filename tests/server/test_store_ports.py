@@ -74,7 +74,7 @@ def free_ports(count: int) -> tuple[int, int]:
 
 
 def test_who_connects_there_is_in_the_store(server: Server) -> None:
-    """A client of ours that says no name, on whose connection that may break, and one that speaks bytes."""
+    """A client of ours that says no name, and one that speaks bytes."""
     with owner_on(server) as owner, owner_on(server, 2) as other:
         assert 0 != port_of(owner) != port_of(other) != 0
         owner.set("k", "v")
@@ -84,14 +84,20 @@ def test_who_connects_there_is_in_the_store(server: Server) -> None:
             assert owner.get("raw") == b"1"
             assert not other.check(["k"])
             ours.barrier("all", 1)
-        with (
-            resetter(port_of(owner)) as proxy,
-            TCPStore("127.0.0.1", proxy.port, timeout=LIMIT, server="") as cut,
-        ):
-            cut.set("cut", "1")
-            proxy.reset()
-            assert cut.get("k") == b"v"
-            assert cut.add("cut", 1) == 2
+
+
+def test_a_connection_there_that_breaks_is_resumed() -> None:
+    with (
+        tcpstore_server() as server,
+        owner_on(server) as owner,
+        resetter(port_of(owner)) as proxy,
+        TCPStore("127.0.0.1", proxy.port, timeout=LIMIT, server="") as cut,
+    ):
+        owner.set("k", "v")
+        cut.set("cut", "1")
+        proxy.reset()
+        assert cut.get("k") == b"v"
+        assert cut.add("cut", 1) == 2
 
 
 def test_a_port_ends_with_its_store(server: Server) -> None:
@@ -148,17 +154,17 @@ def test_what_is_no_range(given: str) -> None:
     assert f"{given!r} is not of the form FIRST-LAST, any or 0" in found.stderr
 
 
-def test_a_protected_server_has_none(backend: str, tmp_path: Path) -> None:
+def test_a_protected_server_has_none(tmp_path: Path) -> None:
     """Who connects there would be in the store without a token, and in clear text."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text(f"a:{'1' * 64}\n")
     with (
-        tcpstore_server("--backend", backend, "--token-keys", str(keys)) as server,
+        tcpstore_server("--token-keys", str(keys)) as server,
         owner_on(server) as owner,
     ):
         assert why_none(owner) == "the server checks tokens, and has no ports for stores that need none"
-    with tcpstore_server("--backend", backend, *certificates().serving()) as server, owner_on(server) as owner:
+    with tcpstore_server(*certificates().serving()) as server, owner_on(server) as owner:
         assert why_none(owner) == "the server has TLS, and no clear-text ports for stores"
 
 
@@ -176,9 +182,9 @@ def test_ports_count_as_connections(backend: str) -> None:
         assert "connection limit 8 reached" in server.log()
 
 
-def test_a_relay_of_a_port_is_refused(server: Server) -> None:
+def test_a_relay_of_a_port_is_refused() -> None:
     """Its ranks would be in the store without a name."""
-    with owner_on(server) as owner, tcpstore_relay(port_of(owner)) as relay:
+    with tcpstore_server() as server, owner_on(server) as owner, tcpstore_relay(port_of(owner)) as relay:
         with RawPeer(relay.port) as peer, pytest.raises((EOFError, ConnectionError)):
             peer.ping()
         until(lambda: "this connection is in the store 'node7:1'" in relay.log(), "the relay says why")
