@@ -169,12 +169,10 @@ async def test_good_replies_that_the_kernel_does_not_take_at_once_arrive_before_
         assert await asyncio.to_thread(peer.closed)
 
 
-async def test_a_refused_peer_is_not_served_while_replies_wait_for_it(
-    backend: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_refused_peer_is_not_served_while_replies_wait_for_it(caplog: pytest.LogCaptureFixture) -> None:
     """Nor can it go on by its link when the connection breaks."""
     link = LINK.prefix + LINK.request.encode(ClientSingleLink().fields())
-    async with refused(backend, caplog, link) as (server, peer, _):
+    async with refused("uv", caplog, link) as (server, peer, _):
         peer.send(b"\x01" + blob(b"/late") + blob(b"value"))
         with RawPeer(server.port) as other:
             await asyncio.to_thread(other.ping)
