@@ -92,7 +92,7 @@ async def serve(
     tokens.
     """
     tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
-    check_backend(backend, "tls_cert" if tls is not None else "tokens" if tokens is not None else "")
+    check_backend(backend, tls is not None, tokens is not None)
     pid = os.getpid()
     with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)

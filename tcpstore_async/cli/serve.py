@@ -16,6 +16,7 @@ from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
 from ..serving import build, run, run_loop, serve_owner
 from ..session.auth import ALL, REMOTE
+from ..session.identity import THREADED
 from .listen import (
     Where,
     grace_option,
@@ -202,7 +203,7 @@ def serve(
         raise click.UsageError("--revoked-tokens needs --token-keys.")
     if require_auth and token_keys is None and tls_ca is None:
         raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
-    if backend == "threaded":
+    if backend == THREADED:
         said = click.get_current_context().get_parameter_source
         others = ("tls_cert", "token_keys", "require_auth", "link_grace")
         given = [f"--{name.replace('_', '-')}" for name in others if said(name) != click.core.ParameterSource.DEFAULT]

@@ -168,7 +168,7 @@ def meet(key: bytes, agent: bytes, least: int, most: int, left: int) -> Request:
 
 
 def attend(key: bytes, agent: bytes, action: int, number: int = 0) -> Request:
-    """Execute an action of an agent (`agents.py`), and request the state of the rounds."""
+    """Execute an action of an agent (`keyspace/agents.py`), and request the state of the rounds."""
     return BY_METHOD["attend"], (key, pack(agent), action, number)
 
 

@@ -1,6 +1,6 @@
 """A server's address as a URL: `tcp://HOST:PORT`, or `tcps://HOST:PORT` for TLS.
 
-It must not know where such a URL is written down, nor PyTorch's URLs, which have queries (`rendezvous_url.py`).
+It must not know where such a URL is written down, nor PyTorch's URLs, which have queries (`stores/rendezvous_url.py`).
 """
 
 import re

@@ -1,6 +1,6 @@
 """Who waits for which key, and which existing keys are most like it.
 
-Must not know what keys mean, nor how likeness is measured (`similar_keys.py`).
+Must not know what keys mean, nor how likeness is measured (`observe/similar_keys.py`).
 """
 
 from typing import Final

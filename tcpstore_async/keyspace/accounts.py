@@ -1,7 +1,7 @@
 """What the holders of one token have stored, and may still store: measured, never estimated.
 
 While a command of theirs runs, or one of their connections ends, the keyspace counts for an account what it grows and
-shrinks by (`WaiterRegistry.charge`). This module must not know tokens, commands, or what is stored.
+shrinks by (`Registrations.charge`). This module must not know tokens, commands, or what is stored.
 """
 
 from ..base.errors import NotAllowedError, counted

@@ -37,7 +37,7 @@ from ..wire.values import (
 )
 from .queues import Queues
 from .registrations import MarkStale, UnparkFirst
-from .steps import UNCUT, DeferredWork, FreeValue, IncrementalCommand, ReplyInPieces, portion_end
+from .steps import UNCUT, DeferredWork, FreeValue, IncrementalCommand, ReplyInPieces
 from .waiter_types import AWAITING_VALUE, Counter, Waiter
 from .waiters import PostponedWaitCount
 
@@ -45,8 +45,21 @@ _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
 
+_KEY_BYTES: Final = 1024 * 1024
+"""Bytes of keys after which a step ends: long keys take longer to hash and compare."""
+
 _HELD_BACK: Final = 2**40
 """Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
+
+
+def _portion_end(keys: list[bytes], at: int, most: int) -> int:
+    """Return where a step that begins at `at` ends: after `most` keys, or fewer long ones."""
+    stop = min(at + most, len(keys))
+    size = 0
+    while at < stop and size < _KEY_BYTES:
+        size += len(keys[at])
+        at += 1
+    return at
 
 
 class PostponedMultiSet(IncrementalCommand):
@@ -100,7 +113,7 @@ class ParkOnKeys(IncrementalCommand):
             if self.marking.step(most):
                 self.marking = None
             return False
-        stop = portion_end(self.keys, self.at, most)
+        stop = _portion_end(self.keys, self.at, most)
         portion = self.keys[self.at : stop]
         if not self.parking:
             self.renew = self.renew or self.queue in portion
@@ -153,7 +166,7 @@ class FreeItems(DeferredWork):
 
 
 class Keyspace(Queues):
-    """One store. Keys and values are opaque bytes; `values.py` describes the forms of stored values.
+    """One store. Keys and values are opaque bytes; `wire/values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They
     raise ProtocolError for what a peer must not send, and LimitError if the store would grow too large.

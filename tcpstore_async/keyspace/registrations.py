@@ -35,7 +35,7 @@ from .waiter_types import (
     Waiter,
 )
 
-_LONG: Final = 16
+LONG: Final = 16
 """Registrations under one key from which on the holes that others left are counted."""
 
 _HOLES: Final = 16
@@ -406,7 +406,7 @@ class Registrations(GroupRegistry):
         registered = self.waiters[key]
         if not registered and key not in self.stale:
             del self.waiters[key]
-        elif len(registered) >= _LONG - 1:
+        elif len(registered) >= LONG - 1:
             self._compact(key, registered, 1)
 
     def _pop_registration(self, waiter: Waiter, key: bytes) -> int:
@@ -426,7 +426,7 @@ class Registrations(GroupRegistry):
         Looking for the first entry of a dict steps over the places of all that were removed before it.
         """
         holes = self.holes.get(key, 0) + removed
-        if len(registered) < _LONG or holes * holes > _HOLES * len(registered):
+        if len(registered) < LONG or holes * holes > _HOLES * len(registered):
             self.holes.pop(key, None)
             self.waiters[key] = dict(registered)
         else:

@@ -25,20 +25,6 @@ _FREED: Final = 8 * 1024 * 1024
 """Bytes that are freed in one step."""
 
 
-_KEY_BYTES: Final = 1024 * 1024
-"""Bytes of keys after which a step ends: long keys take longer to hash and compare."""
-
-
-def portion_end(keys: list[bytes], at: int, most: int) -> int:
-    """Return where a step that begins at `at` ends: after `most` keys, or fewer long ones."""
-    stop = min(at + most, len(keys))
-    size = 0
-    while at < stop and size < _KEY_BYTES:
-        size += len(keys[at])
-        at += 1
-    return at
-
-
 class IncrementalCommand:
     """A command that is carried out in steps."""
 
@@ -53,8 +39,6 @@ class IncrementalCommand:
         """Whether the reply is determined already: what other commands send to its session must follow it."""
         self.behind: list[Framed] = []
         """Replies that have to follow it."""
-        self.parts: list[Framed] = []
-        """Parts of the reply so far. The caller of `step` takes them."""
         self.account: Account | None = None
         """What is counted for its client, if that is limited. The caller of `step` charges it."""
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ..base.errors import ProtocolError
 from ..wire.values import Framed, Value
-from .registrations import FEW, Registrations
+from .registrations import FEW, LONG, Registrations
 from .steps import DeferredWork, IncrementalCommand
 from .waiter_types import (
     AWAITING_ITEM,
@@ -35,9 +35,6 @@ _AWAITED_BYTES: Final = 80
 
 _TAKEN: Final = 5000
 """Registrations, most of them stale, that are taken away in one step while items are offered: about a millisecond."""
-
-_LONG: Final = 16
-"""Registrations under one key from which on the holes that others left are counted."""
 
 
 class PostponedWaitCount(IncrementalCommand):
@@ -374,7 +371,7 @@ class WaiterRegistry(Registrations):
         if not registered and key not in self.stale:
             del self.waiters[key]
             self.holes.pop(key, None)
-        elif len(registered) >= _LONG - removed:
+        elif len(registered) >= LONG - removed:
             self._compact(key, registered, removed)
         if member is not None and member.group is not None:
             self._leave_group(member, member.group)

@@ -235,7 +235,7 @@ class LinkRegistry(LinkWork):
                 link.note()
 
     def close_all(self) -> None:
-        """End all links, at once: the server stops. Their last frames are in `Store.pending_flush`'s sessions."""
+        """End all links, at once: the server stops. Their last frames are in `Hub.pending_flush`'s sessions."""
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):

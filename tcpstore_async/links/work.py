@@ -141,7 +141,7 @@ class LinkWork:
     def work(self) -> bool:
         """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
 
-        Sessions that this gave output to are in `Store.pending_flush`.
+        Sessions that this gave output to are in `Hub.pending_flush`.
         """
         while self._to_close:
             owner = self._to_close.pop().owner

@@ -202,7 +202,7 @@ class Upstream:
             if token:
                 await _authenticate(peer, identity, token, server if self.tls is None and leaves_host(peer) else None)
             if self.relay.entry is not None and (identity is None or not identity.has_links(NAMES)):
-                raise _RefusedError("it does not support named stores")
+                raise _RefusedError("it does not support named stores behind a relay")
             if identity is not None and identity.has_links(LINKS):
                 try:
                     return peer, await self._open_link(peer, server, identity.extension >= QUESTIONS)

@@ -408,12 +408,12 @@ def _encode(fact: dict[str, Any]) -> bytes:
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Send lines, and wait until the peer has read most of what was sent before. Raises TimeoutError."""
-    writer.write(data)
+    """Send lines, and wait until the peer has read most of what was sent before. Raises OSError and TimeoutError."""
     transport = writer.transport
-    if (
-        transport.is_closing() or transport.get_write_buffer_size() > _HIGH_WATER
-    ):  # else it would take a turn of the loop
+    if transport.is_closing():  # to write would be a RuntimeError of uvloop's
+        raise ConnectionResetError("the peer has gone")
+    writer.write(data)
+    if transport.get_write_buffer_size() > _HIGH_WATER:  # else it would take a turn of the loop
         await asyncio.wait_for(writer.drain(), _WRITE_SECONDS)
 
 

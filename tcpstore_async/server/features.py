@@ -6,7 +6,7 @@ Every server is assembled here, those in memory included. This module must not k
 from ..base.limits import LINK_GRACE
 from ..links.link_registry import LinkRegistry
 from ..observe.missing import answer_missing
-from ..session.identity import identity
+from ..session.identity import THREADED, identity
 from ..session.named_stores import NamedStores
 from ..session.store import PORTION, Store
 
@@ -28,5 +28,5 @@ def attach_features(
     """
     engine.identify(identity(instance, backend))
     answer_missing(engine)
-    links = LinkRegistry(engine, instance, grace, portion=portion, offered=backend != "threaded")
+    links = LinkRegistry(engine, instance, grace, portion=portion, offered=backend != THREADED)
     return Features(NamedStores(engine, instance), links)

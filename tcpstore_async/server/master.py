@@ -185,7 +185,7 @@ def host(
     DistStoreError if `listen_fd` has another port or the file of token keys cannot be used, and RuntimeError if the
     server could only be a thread and must not: `listen_fd` is the caller's again then.
     """
-    check_backend(backend, "a certificate" if tls is not None else "tokens" if tokens is not None else "")
+    check_backend(backend, tls is not None, tokens is not None)
     in_thread = _runs_in_thread()
     if in_thread and not may_be_thread:
         raise NoServerError(f"{_NO_THREAD}: unset {WHERE}")

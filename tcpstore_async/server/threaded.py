@@ -22,6 +22,7 @@ from typing import Final
 from ..base.errors import PeerError
 from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES
+from ..session.identity import THREADED
 from ..session.named_stores import NamedStore
 from ..session.transport import Transport
 from ..session.unsent import PIECES
@@ -259,7 +260,7 @@ class ThreadedServer(base.Server):
 
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         lock = FairLock()
-        super().__init__(listener, limits, "threaded", _SESSION_BYTES, lock, None)
+        super().__init__(listener, limits, THREADED, _SESSION_BYTES, lock, None)
         self.writer = Writer(lock)
         self.connections: set[Connection] = set()
         self._accepting: Worker | None = None

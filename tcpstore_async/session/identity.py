@@ -29,6 +29,9 @@ QUESTIONS: Final = BY_METHOD["missing"].since
 NAMES: Final = BY_METHOD["end_store"].since
 """The version from which on it has ENTER and END_STORE."""
 
+THREADED: Final = "threaded"
+"""The name of the legacy backend, which has no links."""
+
 _LEAST: Final = 2
 """The version with what every client of this package relies on."""
 
@@ -124,7 +127,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def has_links(self, least: int) -> bool:
         """Return whether the server has links of at least this version of the extension; the threaded one has none."""
-        return self.extension >= least and self.backend != "threaded"
+        return self.extension >= least and self.backend != THREADED
 
 
 _DECODER: Final = msgspec.json.Decoder(Identity)

@@ -2,7 +2,7 @@
 
 A `SharedKeys` codec compares the bytes of a request with those of a known list instead of decoding them, and passes the
 `KeyList` on. This module knows bytes and what a list counts in the budget; what is kept for a list is known to
-`shared_requests.py`.
+`keyspace/shared_requests.py`.
 
 Invariants: what is executed does not depend on how bytes are cut into chunks, nor on what lists are known. Of a frame
 that equals a known list so far, no byte is kept. A frame is never kept waiting for the length of a known list. The

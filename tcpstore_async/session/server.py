@@ -215,10 +215,6 @@ class ServerSession(Session):
         keyspace = self.engine.keyspace
         account = incremental.account
         done = incremental.step(keyspace.portion) if account is None else self._step_counted(incremental, account)
-        if incremental.parts:
-            self.out.extend(incremental.parts)
-            self.unsent += length(incremental.parts)
-            incremental.parts = []
         if not done:
             return False
         if keyspace.incremental is not None:

@@ -2,7 +2,7 @@
 
 An agent joins a round with MEET, which the server answers when the round is formed. Meanwhile and afterwards it sends
 beats. It is removed when its connection is lost or its beats stop. This module knows the agent's part of that, its
-timeouts included; what makes a round complete is decided by the server (`rounds.py`). It does not know PyTorch.
+timeouts included; the server decides what makes a round complete (`keyspace/rounds.py`). It does not know PyTorch.
 
 Invariants: at least a beat's period passes between the reply to a beat and the next one, on which the server relies.
 Every request may be repeated.

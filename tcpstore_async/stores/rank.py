@@ -3,8 +3,8 @@
 The module knows PyTorch's counter of workers, what the server's owner announces, and when a join may be sent again. It
 must not know who hosts the server or how connections are made.
 
-Invariants: a server of ours counts a rank once (`joins.py`), however many connections that takes; PyTorch's never
-counts it twice. Repeated joins back off.
+Invariants: a server of ours counts a rank once (`keyspace/joins.py`), however many connections that takes; PyTorch's
+never counts it twice. Repeated joins back off.
 """
 
 import logging

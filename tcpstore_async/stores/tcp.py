@@ -51,7 +51,7 @@ from ..client.store_name import (
 )
 from ..client.sync_client import TCPClient
 from ..client.tls import ClientTls
-from ..client.tls_settings import CERT, ENABLE, KEY, files_from_environment, wants_tls
+from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.auth import ALL, REMOTE
 from ..wire.commands import WORKERS_KEY
@@ -187,8 +187,6 @@ class TCPStore(Store):
             if is_master:
                 backend = "uv" if self._libuv else "threaded"
                 tokens = self._host_tokens(port, token_keys, require_auth)
-                if not self._libuv and (files is not None or tokens is not None):
-                    raise ValueError(_no_security(files is not None, tokens is not None))
                 self._hosted = _host(
                     port,
                     bind_host,
@@ -622,13 +620,6 @@ def _check_server_files(files: TlsFiles) -> None:
         raise DistNetworkError(
             f"a server with TLS needs a certificate and its key: set {CERT} and {KEY} for the rank that hosts it"
         )
-
-
-def _no_security(tls: bool, tokens: bool) -> str:
-    """Return the error of a master whose server, PyTorch's legacy one's counterpart, has no TLS and no tokens."""
-    given = [f"TLS (tls=, {ENABLE})"] if tls else []
-    given += [f"tokens (token=, token_keys=, {TOKEN}, {TOKEN_FILE}, {TOKEN_KEYS})"] if tokens else []
-    return f"the server of use_libuv=False has no {' and no '.join(given)}: leave that out, or use the default server"
 
 
 def _use_libuv(given: bool | None) -> bool:

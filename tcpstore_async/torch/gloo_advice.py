@@ -1,7 +1,7 @@
 """Log that a large gloo group is about to send many requests that a switch of PyTorch's would avoid.
 
-`gloo_switches.py` says which switches and why. Nothing is changed here; how a group is made is not known, and of stores
-only whether the requests leave the process.
+`base/gloo_switches.py` says which switches and why. Nothing is changed here; how a group is made is not known, and of
+stores only whether the requests leave the process.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """`torchrun --rdzv-backend=tcpstore`: the rendezvous of an elastic job on our servers.
 
 torchrun reaches `create_handler` through its entry point, `tcpstore_async/torchrun.py`. The semantics are those of
-PyTorch's dynamic rendezvous, but the server keeps the state of all agents (`rounds.py`) instead of a value that each
-agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
+PyTorch's dynamic rendezvous, but the server keeps the state of all agents (`keyspace/rounds.py`) instead of a value
+that each agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
 
 Three invariants. An agent never joins the rendezvous of a job that has closed: the next job with the same id gets an
 epoch, and so keys, of its own, and an agent that is late is refused (`stores/late_agent.py`). Workers of one round

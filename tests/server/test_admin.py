@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from commands import run_command
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server
@@ -22,7 +23,7 @@ from tcpstore_async.base.errors import DistNetworkError, DistStoreError, Protoco
 from tcpstore_async.client.admin import ask, find_local, is_local, read_environment
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.diagnosis.facts import read_facts
-from tcpstore_async.server import admin_path
+from tcpstore_async.server import admin, admin_path
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import serve
 from tcpstore_async.stores.tcp import TCPStore
@@ -356,3 +357,18 @@ def test_what_is_of_this_machine() -> None:
 def test_environments_are_those_that_processes_were_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_environment(2**31 - 1) == {}
     assert set(read_environment(os.getpid())) <= {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"}
+
+
+def test_lines_for_a_peer_that_has_gone_end_its_request() -> None:
+    """Quietly: uvloop raises RuntimeError if a closed transport is written to, which was logged with a traceback."""
+
+    async def main() -> None:
+        here, there = socket.socketpair()
+        with there:
+            _, writer = await asyncio.open_unix_connection(sock=here)
+            writer.transport.abort()
+            await writer.wait_closed()
+            with pytest.raises(ConnectionError):
+                await admin._write(writer, b"{}\n")
+
+    uvloop.run(main())
