@@ -1,4 +1,4 @@
-"""Callbacks that do not keep the object alive whose method they call."""
+"""Callbacks that hold their object weakly."""
 
 import weakref
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback of a method, which does nothing once its object is gone."""
+    """Return a callback that calls a method while its object is alive, and does nothing afterwards."""
     reference = weakref.WeakMethod(method)
 
     def call(*given: Any) -> None:

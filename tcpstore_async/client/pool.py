@@ -1,4 +1,4 @@
-"""The connections of one synchronous client: threads lease them, in order, and none waits for a call of another.
+"""The connections of one synchronous client, which threads lease.
 
 `TCPClient`, which extends `Pool`, makes calls on them. This module must not know what a request means.
 

@@ -44,7 +44,7 @@ class LinkRegistry(LinkWork):
         portion: int = PORTION,
         offered: bool = True,
     ) -> None:
-        """`offered` is whether peers may make any."""
+        """`offered` says whether peers may open links."""
         super().__init__(engine, grace, keep_alive, portion)
         self.instance = instance
         self.links: dict[bytes, ServerLink] = {}

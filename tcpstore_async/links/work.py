@@ -25,7 +25,7 @@ _LINKS: Final = 256
 
 
 class LinkWork:
-    """What one link knows of the others: the base class of `LinkRegistry`."""
+    """What all links of a server share. The base class of `LinkRegistry`."""
 
     def __init__(self, engine: Store, grace: float, keep_alive: float = 5.0, portion: int = PORTION) -> None:
         """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""

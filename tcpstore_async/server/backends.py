@@ -23,7 +23,7 @@ START_TIMEOUT: Final = 60.0
 
 
 def check_backend(backend: str, tls: bool = False, tokens: bool = False) -> None:
-    """Raise ValueError if there is no backend of that name, or it lacks what it is to use.
+    """Raise ValueError if there is no backend of that name, or if it lacks the TLS or tokens that it is to use.
 
     The threaded one has neither TLS nor tokens: it must not serve in the clear instead.
     """

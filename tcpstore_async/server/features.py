@@ -1,4 +1,4 @@
-"""Attaches the features to a server's engine: MISSING, named stores, links.
+"""Attach the features to a server's stores: MISSING, named stores, links.
 
 Every server is assembled here, those in memory included. This module must not know what a feature does.
 """
@@ -20,13 +20,13 @@ class Features:
 
 
 def attach_features(
-    engine: Store, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
+    root: Store, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
 ) -> Features:
-    """Have an engine, from which nobody has been served yet, identify itself, and execute all commands.
+    """Make the store without a name of a new server identify that server, and execute every command.
 
-    `grace` and `portion` are those of `LinkRegistry`.
+    Nobody may have been served yet. `grace` and `portion` are those of `LinkRegistry`.
     """
-    engine.identify(identity(instance, backend))
-    answer_missing(engine)
-    links = LinkRegistry(engine, instance, grace, portion=portion, offered=backend != THREADED)
-    return Features(NamedStores(engine, instance), links)
+    root.identify(identity(instance, backend))
+    answer_missing(root)
+    links = LinkRegistry(root, instance, grace, portion=portion, offered=backend != THREADED)
+    return Features(NamedStores(root, instance), links)
