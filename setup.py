@@ -66,7 +66,7 @@ COMPILED = [
     "tcpstore_async/observe/missing.py",
     "tcpstore_async/observe/monitor.py",
     "tcpstore_async/session/named_stores.py",
-    "tcpstore_async/links/passed_over.py",
+    "tcpstore_async/links/skipped_queues.py",
     "tcpstore_async/session/server.py",
     "tcpstore_async/links/single_client.py",
     "tcpstore_async/links/single_link.py",

@@ -97,7 +97,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 def growth(sizes: tuple[int, ...], runs: int, max_growth: float | None) -> None:
     """Measure the cost of a rank as the job grows.
 
-    Our sessions are driven in memory. A row is the CPU time of the engine per rank, in microseconds, and its ratio to
+    Our sessions are driven in memory. A row is the CPU time of the store per rank, in microseconds, and its ratio to
     the smallest size. Each run has a process of its own; its first pass does not count, and small sizes are repeated on
     new engines until some 20,000 ranks have been served. Shown is the minimum over the runs of the median over the
     passes. The garbage collector is set as the server sets it (`tuned`) or as Python does (`default`). `leave_waiting`

@@ -280,10 +280,10 @@ async def server(budget: int, backend: str) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
-        engine = served.engine
-        engine.hub.auth.authenticate = lambda token: Access("t", prefix="job/", max_keys=10**9, max_bytes=10**12)
-        if engine.observer is None:
-            engine.observe(History(engine))  # as for an admin socket
+        store = served.store
+        store.hub.auth.authenticate = lambda token: Access("t", prefix="job/", max_keys=10**9, max_bytes=10**12)
+        if store.observer is None:
+            store.observe(History(store))  # as for an admin socket
 
         def report() -> None:
             if not sys.stdin.readline():
@@ -291,7 +291,7 @@ async def server(budget: int, backend: str) -> None:
                 return
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
             count = served.count
-            print(json.dumps({"used": engine.budget.used(), "rss": resident, "count": count}), flush=True)
+            print(json.dumps({"used": store.budget.used(), "rss": resident, "count": count}), flush=True)
 
         loop.add_reader(sys.stdin.fileno(), report)
         print(json.dumps({"port": served.port}), flush=True)

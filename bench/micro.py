@@ -102,8 +102,8 @@ def codec(method: str) -> Row:
 
 def session(method: str, cut: int = 0) -> Row:
     """`cut`: bytes of each chunk of the request; 0: one chunk."""
-    engine = Store(LIMITS)
-    one = ServerSession(engine, None, "host", 1, 0.0)
+    store = Store(LIMITS)
+    one = ServerSession(store, None, "host", 1, 0.0)
     one.receive(ClientSession().hello(1)[0] + request("multi_set") + request("set"))
     data = request(method)
     chunks = [data[at : at + cut] for at in range(0, len(data), cut)] if cut else [data]

@@ -2,7 +2,7 @@
 
     python -m bench.stores [--rounds 7] [PART …]
 
-Parts: `memory`, CPU of the engine and its sessions, without sockets: a store is created, two ranks join it, it ends;
+Parts: `memory`, CPU of the store and its sessions, without sockets: a store is created, two ranks join it, it ends;
 and the same two ranks join the store without a name. `sockets`, CPU of `tcpstore serve` for the same by `TCPStore`s, as
 programs make them; and how much more memory and how many more descriptors it has afterwards. `process`, how long
 `is_master=True` waits for its server process before its first request: bind, listen, start the process, wait until it
@@ -66,22 +66,22 @@ HELLO = ClientSession().hello(1)[0]
 END = encoded(requests.END_STORE)
 
 
-class Engines:
-    """An engine and its sessions, as `tcpstore serve` has them, observed by an admin socket or not."""
+class Served:
+    """A store and its sessions, as `tcpstore serve` has them, observed by an admin socket or not."""
 
     def __init__(self, observed: bool) -> None:
-        self.engine = Store(Limits())
-        self.engine.identify(identity("0123456789abcdef", "uv"))
-        self.named = NamedStores(self.engine, "0123456789abcdef")
+        self.unnamed = Store(Limits())
+        self.unnamed.identify(identity("0123456789abcdef", "uv"))
+        self.named = NamedStores(self.unnamed, "0123456789abcdef")
         if observed:
-            self.engine.observe(History(self.engine))
+            self.unnamed.observe(History(self.unnamed))
             self.named.on_created = lambda store: store.observe(History(store))
         self.questions = (encoded(requests.HAS_EXTENSION), encoded(requests.WHO_ARE_YOU))
         self.number = 0
 
     def connected(self, *asked: bytes) -> ServerSession:
         """Have a new connection send all this, one by one, as clients do."""
-        session = ServerSession(self.engine, None, "10.0.0.7", 4711, 0.0)
+        session = ServerSession(self.unnamed, None, "10.0.0.7", 4711, 0.0)
         for one in asked:
             self.send(session, one)
         return session
@@ -112,19 +112,19 @@ class Engines:
         self.send(owner, END)
         owner.leave()
         rank.leave()
-        while self.engine.keyspace.work or self.named.work():
-            self.engine.keyspace.step()
+        while self.unnamed.keyspace.work or self.named.work():
+            self.unnamed.keyspace.step()
 
 
 def in_memory(rounds: int, count: int) -> None:
     tune_gc()
     for observed in (False, True):
-        engines = Engines(observed)
-        kinds = {"two joins": engines.two_joins, "a store": engines.store}
+        served = Served(observed)
+        kinds = {"two joins": served.two_joins, "a store": served.store}
         found: dict[str, list[float]] = {name: [] for name in kinds}
         for number in range(rounds + 1):
             for name, kind in kinds.items():
-                spent = time_of(kind, [engines.pair() for _ in range(count)]) / count
+                spent = time_of(kind, [served.pair() for _ in range(count)]) / count
                 if number:  # the first one warms up
                     found[name].append(spent)
         report(f"in memory, {'' if observed else 'not '}observed", found)

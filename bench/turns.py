@@ -41,8 +41,7 @@ from tcpstore_async.server.features import attach_features
 from tcpstore_async.session.identity import build
 from tcpstore_async.session.peer import Peer
 from tcpstore_async.session.server import ServerSession
-from tcpstore_async.session.store import PORTION
-from tcpstore_async.session.store import Store as Engine
+from tcpstore_async.session.store import PORTION, Store
 from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
@@ -85,10 +84,10 @@ class Loop:
     """A server's event loop without sockets; `longest` is its longest step so far, in seconds."""
 
     def __init__(self) -> None:
-        self.engine = Engine(Limits())
-        features = attach_features(self.engine, "", "uv")
+        self.store = Store(Limits())
+        features = attach_features(self.store, "", "uv")
         self.named, self.links = features.named, features.links
-        self.engine.announce(0)
+        self.store.announce(0)
         self.longest = 0.0
         self.sink = os.open(os.devnull, os.O_WRONLY)
         self.peer = self.connect()
@@ -96,12 +95,12 @@ class Loop:
 
     def observe(self) -> History:
         """Let the server have an admin socket."""
-        history = History(self.engine)
-        self.engine.observe(history)
+        history = History(self.store)
+        self.store.observe(history)
         return history
 
     def connect(self) -> ServerSession:
-        session = ServerSession(self.engine, self, "::1", 1, 0.0)
+        session = ServerSession(self.store, self, "::1", 1, 0.0)
         session.receive(frame("validate", MAGIC))
         return session
 
@@ -138,13 +137,13 @@ class Loop:
             self.disconnect(session)
 
     def finish(self, session: ServerSession) -> None:
-        while session.stalled() or self.engine.keyspace.work or self.engine.hub.pending_flush:
+        while session.stalled() or self.store.keyspace.work or self.store.hub.pending_flush:
             if session.stalled():
                 self.step(session.receive, b"")
-            if self.engine.keyspace.work:
-                self.step(self.engine.keyspace.step)
+            if self.store.keyspace.work:
+                self.step(self.store.keyspace.step)
             self.flush([session])
-            pending_flush = self.engine.hub.pending_flush
+            pending_flush = self.store.hub.pending_flush
             while pending_flush:
                 batch = pending_flush[-_FLUSHES:]
                 del pending_flush[-_FLUSHES:]
@@ -180,7 +179,7 @@ class Loop:
 
     def fill(self, keys: list[bytes], value: bytes = b"v") -> None:
         for at in range(0, len(keys), PORTION):
-            self.engine.keyspace.multi_set([(key, pack(value)) for key in keys[at : at + PORTION]])
+            self.store.keyspace.multi_set([(key, pack(value)) for key in keys[at : at + PORTION]])
 
     def park(self, *requests: bytes) -> None:
         """Park sessions; each sends one of the requests in turn."""
@@ -209,7 +208,7 @@ def sending(request: bytes, *before: bytes) -> Case:
 
 def authenticated(loop: Loop) -> None:
     keys = TokenKeys([(f"k{number}", b"a secret") for number in range(64)])
-    loop.engine.hub.auth.authenticate = lambda token: keys.check(token, 0.0)
+    loop.store.hub.auth.authenticate = lambda token: keys.check(token, 0.0)
     loop.send(frame("auth", pack(b"x" * MAX_TOKEN)))
 
 
@@ -306,19 +305,19 @@ def revoked(loop: Loop) -> None:
         session.grant_access(access)
     gc.collect()
     gc.freeze()
-    loop.step(loop.engine.hub.end_invalid, lambda access: "revoked")
+    loop.step(loop.store.hub.end_invalid, lambda access: "revoked")
     close_evicted(loop)
 
 
 def close_evicted(loop: Loop) -> None:
     """Do what is left for later, and close evicted sessions."""
-    while loop.engine.keyspace.work:
-        loop.step(loop.engine.keyspace.step)
-        evicted = list(loop.engine.hub.evicted)
-        loop.engine.hub.evicted.clear()
+    while loop.store.keyspace.work:
+        loop.step(loop.store.keyspace.step)
+        evicted = list(loop.store.hub.evicted)
+        loop.store.hub.evicted.clear()
         for session in evicted:
             loop.step(session.leave)
-        loop.engine.hub.pending_flush.clear()
+        loop.store.hub.pending_flush.clear()
 
 
 class _Broken(Transport):
@@ -337,7 +336,7 @@ class _Broken(Transport):
 def lost_owner(loop: Loop) -> None:
     """Enter a store whose owner has lost 100,000 connections."""
     for number in range(WAITERS):
-        session = _Broken(loop.engine, "::1", number % 60_000, 0.0).session
+        session = _Broken(loop.store, "::1", number % 60_000, 0.0).session
         session.receive(frame("validate", MAGIC) + OWN)
         session.receive(b"")
     gc.collect()
@@ -608,7 +607,7 @@ def link_sessions(alike: bool) -> Case:
 def acknowledged(loop: Loop) -> None:
     """Acknowledge as many replies as a single link keeps."""
     registry = loop.links
-    carrier = Transport(loop.engine, "::1", 1, 0.0)
+    carrier = Transport(loop.store, "::1", 1, 0.0)
     session = carrier.session
     session.receive(frame("validate", MAGIC))
     link = registry.singles[b""] = SingleLink(registry, b"", b"", session)

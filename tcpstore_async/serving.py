@@ -97,8 +97,8 @@ async def serve(
     with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)
         server = make_server(backend, listening, limits or Limits(), tls)
-        server.engine.hub.auth.authenticate = None if tokens is None else tokens.authenticate
-        server.engine.hub.auth.require_auth = require_auth
+        server.store.hub.auth.authenticate = None if tokens is None else tokens.authenticate
+        server.store.hub.auth.require_auth = require_auth
         server.ports.numbers = store_ports
         with closed_in_children(server):
             try:
@@ -214,7 +214,7 @@ async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Q
 
 
 def _has_been_used(server: "Server") -> bool:
-    keyspace = server.engine.keyspace
+    keyspace = server.store.keyspace
     return keyspace.changes > 0 or len(keyspace.rounds) > 0 or server.named.created > 0
 
 

@@ -22,20 +22,20 @@ from tcpstore_async.session.store import Store
 
 
 class World:
-    """An engine that is observed, and stock clients of it that are known by a number of the test's."""
+    """A store that is observed, and stock clients of it that are known by a number of the test's."""
 
     def __init__(self, most_bytes: int = 2**30) -> None:
         """`most_bytes` may be counted for the history."""
-        self.engine = Store(Limits())
-        self.history = History(self.engine, most_bytes)
-        self.engine.observe(self.history)
-        self.questions = Questions(self.engine)
-        self.engine.hub.register("missing", lambda _: self.questions.ask)
+        self.store = Store(Limits())
+        self.history = History(self.store, most_bytes)
+        self.store.observe(self.history)
+        self.questions = Questions(self.store)
+        self.store.hub.register("missing", lambda _: self.questions.ask)
         self.sessions: dict[int, ServerSession] = {}
 
     def connect(self, client: int, *, pid: int | None = None, host: str = "10.0.0.1", joins: bool = True) -> None:
         """Connect as PyTorch's client does. The pid is the client's number plus 1,000, unless it is given."""
-        self.sessions[client] = ServerSession(self.engine, None, host, 20_000 + client % 40_000, 0.0)
+        self.sessions[client] = ServerSession(self.store, None, host, 20_000 + client % 40_000, 0.0)
         self.send(client, HANDSHAKE + b"\x0d" + struct.pack("<I", 1_000 + client if pid is None else pid))
         if joins:
             self.add(client, b"init/")
@@ -96,7 +96,7 @@ class World:
 
     def lines(self) -> list[bytes]:
         """What the admin socket replies."""
-        inspection = Inspection(self.engine, self.history, self.history.now)
+        inspection = Inspection(self.store, self.history, self.history.now)
         facts = [{"server": inspection.summary()}]
         for part in (inspection.sessions(), inspection.counters(), inspection.keys()):
             facts += part

@@ -29,7 +29,7 @@ from tcpstore_async.observe.history import _NO_VALUES, History
 from tcpstore_async.server.features import attach_features
 from tcpstore_async.session import identity
 from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
-from tcpstore_async.session.store import Store as Engine
+from tcpstore_async.session.store import Store as ServedStore
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
 from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, EXTENSION, MAGIC, Command, Flag
@@ -68,9 +68,9 @@ def test_the_documentation_of_validate_has_the_magic_number() -> None:
 @commands
 def test_a_command_has_its_method(command: Command) -> None:
     """Else a server closes the connection, as for an opcode that there is not."""
-    engine = Engine(Limits())
-    attach_features(engine, "one", "uv")
-    served = engine.first if command.handshake else engine.slot(command.opcode)
+    store = ServedStore(Limits())
+    attach_features(store, "one", "uv")
+    served = store.first if command.handshake else store.slot(command.opcode)
     assert served is not None, f"nothing executes {command.name}: neither a session, nor a keyspace, nor a feature"
 
 
@@ -186,7 +186,7 @@ async def test_that_a_method_is_not_gated_is_noticed() -> None:
 @commands
 def test_who_wrote_a_value_is_noted(command: Command) -> None:
     """Of every command that changes what is stored under a key, but those that are known to change no value."""
-    noted = History(Engine(Limits())).recorded(command.method, len) is not len
+    noted = History(ServedStore(Limits())).recorded(command.method, len) is not len
     assert noted == (command.mutates and command.method not in _NO_VALUES) or command.method == "cancel_wait"
 
 
@@ -199,7 +199,7 @@ def test_a_command_has_codecs_for_both_directions(command: Command) -> None:
     assert type(command.request).decode is not RequestCodec.decode
     assert type(command.request).encode is not RequestCodec.encode
     assert type(command.reply).decode is not ReplyCodec.decode
-    assert command.reply.measure is None or command.method == "list_keys", "Engine._list_keys would execute it"
+    assert command.reply.measure is None or command.method == "list_keys", "Store._list_keys would execute it"
 
 
 @functools.cache

@@ -83,16 +83,16 @@ def _child(limit: float | None, *words: str) -> dict[str, Any]:
 
 
 class Sessions:
-    """The ranks of one job and the engine that serves them."""
+    """The ranks of one job and the store that serves them."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.engine = Store(Limits(budget_bytes=1 << 40))
+        self.store = Store(Limits(budget_bytes=1 << 40))
         self.sessions: list[ServerSession] = []
 
     def connected(self, number: int) -> ServerSession:
         """Return a session that has shaken hands."""
-        session = ServerSession(self.engine, None, "10.0.0.1", number % 65536, 0.0)
+        session = ServerSession(self.store, None, "10.0.0.1", number % 65536, 0.0)
         self.send(session, HELLO)
         return session
 
@@ -102,20 +102,20 @@ class Sessions:
         session.out.clear()
 
     def finish(self, session: ServerSession | None = None) -> None:
-        """Finish what the engine does in steps, and a long command of this session."""
+        """Finish what the store does in steps, and a long command of this session."""
         while session is not None and session.incremental is not None:
             session.receive(b"")
-        while self.engine.keyspace.work:
-            self.engine.keyspace.step()
+        while self.store.keyspace.work:
+            self.store.keyspace.step()
 
     def flush_woken(self, expected: int) -> None:
         """Take what was written to woken sessions, as a server does; exit if not so many were woken."""
         self.finish()
-        woken = len(self.engine.hub.pending_flush)
-        for session in self.engine.hub.pending_flush:
+        woken = len(self.store.hub.pending_flush)
+        for session in self.store.hub.pending_flush:
             session.unsent = 0
             session.out.clear()
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
         if woken != expected:
             raise SystemExit(f"{woken} ranks were woken instead of {expected}")
 
@@ -168,10 +168,10 @@ class Spent(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one job, at their positions in what they send, and the engine that serves them."""
+    """The ranks of one job, at their positions in what they send, and the store that serves them."""
 
     def __init__(self, plan: Traffic, ranks: int) -> None:
-        self.engine = Store(Limits())
+        self.store = Store(Limits())
         self.ranks = ranks
         self.sessions: list[ServerSession | None] = [None] * ranks
         self.parked = 0
@@ -231,12 +231,12 @@ class Ranks:
         return pieces
 
     def _serve(self, work: list[tuple[int, list[bytes]]]) -> None:
-        """Have the engine take requests; only this counts as the server's time, without copying the requests.
+        """Have the store take requests; only this counts as the server's time, without copying the requests.
 
         Each piece is copied before it is taken, as receiving does: no two ranks' are the same object, and it is in the
         processor's cache. What copying takes is measured alone.
         """
-        engine, keyspace = self.engine, self.engine.keyspace
+        store, keyspace = self.store, self.store.keyspace
         began = Spent.now()
         for _, pieces in work:
             for piece in pieces:
@@ -245,7 +245,7 @@ class Ranks:
         for rank, pieces in work:
             session = self.sessions[rank]
             if session is None:
-                self.sessions[rank] = session = ServerSession(engine, rank, "10.0.0.1", rank % 65536, 0.0)
+                self.sessions[rank] = session = ServerSession(store, rank, "10.0.0.1", rank % 65536, 0.0)
             for piece in pieces:
                 session.receive(bytes(memoryview(piece)))
             while session.incremental is not None:
@@ -256,8 +256,8 @@ class Ranks:
         self.wall += (ended.wall - copied.wall) - (copied.wall - began.wall)
         self.cpu += (ended.cpu - copied.cpu) - (copied.cpu - began.cpu)
         self.copy_cpu += copied.cpu - began.cpu
-        if engine.hub.evicted:
-            raise SystemExit(f"a limit was reached: {next(iter(engine.hub.evicted.values()))}")
+        if store.hub.evicted:
+            raise SystemExit(f"a limit was reached: {next(iter(store.hub.evicted.values()))}")
 
     def _collect(self, batch: list[int]) -> list[int]:
         """Take the replies to these ranks and to those that were woken; return the ranks that have theirs."""
@@ -265,9 +265,9 @@ class Ranks:
             rank: session for rank in batch if (session := self.sessions[rank]) is not None and session.out
         }
         sessions.update(
-            {rank: session for session in self.engine.hub.pending_flush if isinstance(rank := session.owner, int)}
+            {rank: session for session in self.store.hub.pending_flush if isinstance(rank := session.owner, int)}
         )
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
         began = time.process_time()
         replies = [bytearray().join(session.out) for session in sessions.values()]  # joining bytes may copy nothing
         self.copy_cpu += time.process_time() - began

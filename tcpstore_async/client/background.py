@@ -466,7 +466,7 @@ def call_soon(callback: Callable[[], object]) -> None:
     callback()
 
 
-def settle() -> None:
+def await_idle_loops() -> None:
     """Wait for the end of loops that have nothing left to do, within a limit."""
     loop = _loop
     if loop is not None:

@@ -167,7 +167,7 @@ class Pool:
                 deadline = deadline or Deadline.of_a_call(seconds, began)
                 connection = self._lease_later(me, deadline)
             if connection.session.pending or connection.stranded:
-                connection.settle(deadline or Deadline.of_a_call(seconds, began))
+                connection.drain_abandoned_calls(deadline or Deadline.of_a_call(seconds, began))
             return connection
         except BaseException:
             if connection is not None and connection.user == me:
@@ -199,7 +199,7 @@ class Pool:
                         self._leave(ticket)
                 if connection is not None and self._unconfirmed_beside(connection):
                     if connection.session.pending:
-                        connection.settle(deadline)
+                        connection.drain_abandoned_calls(deadline)
                     connection.confirm_writes(deadline)
                     self._release(connection)
                     connection = None
@@ -354,7 +354,7 @@ class Pool:
     def _release(self, connection: SyncConnection) -> None:
         """Return a connection to the pool in step, or close it. May be called again."""
         if connection.user == get_ident():
-            connection.tidy()
+            connection.check_partial_send()
             if not connection.inherited and not self._lost:
                 connection.give_back()
                 connection.cancel()

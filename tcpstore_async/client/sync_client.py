@@ -143,7 +143,7 @@ class TCPClient(Pool):
                 if connection is None:
                     connection = self._lease_later(me, deadline)
                 if connection.session.pending or connection.stranded:
-                    connection.settle(deadline)
+                    connection.drain_abandoned_calls(deadline)
             data, call = connection.session.prepare(*request)
             writes = call is None and request[0].mutates
             if not connection.put(data, call, writes):
@@ -358,9 +358,9 @@ class TCPClient(Pool):
                 if error is not None and is_break(error):
                     if connection.down is None:
                         connection.mark_down(error)
-                    connection.settle(deadline)
+                    connection.drain_abandoned_calls(deadline)
                 if connection.session.unconfirmed():
-                    connection.settle(deadline)
+                    connection.drain_abandoned_calls(deadline)
                     connection.confirm_writes(deadline)
         finally:
             self._give_up(connection, ticket, me)
@@ -395,7 +395,7 @@ class TCPClient(Pool):
         for connection in self._connections:
             if connection.stranded and not connection.user:
                 try:
-                    connection.settle(deadline)
+                    connection.drain_abandoned_calls(deadline)
                 except (OSError, ProtocolError, DeadlineExceeded):
                     pass  # it was lost with the connection
 
@@ -429,7 +429,7 @@ class TCPClient(Pool):
             return
         if once:
             connection.cancel()
-            connection.settle(deadline)
+            connection.drain_abandoned_calls(deadline)
             if not call.woken:
                 raise DeadlineExceeded
             return

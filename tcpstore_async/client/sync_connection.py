@@ -254,7 +254,7 @@ class SyncConnection:
             self.put_rest(data, call, deadline, False, ahead)
         return call
 
-    def tidy(self) -> None:
+    def check_partial_send(self) -> None:
         """After an interrupt: find out whether the connection is broken."""
         sent = sum(self.sent) if self.frame else 0
         if sent:
@@ -372,7 +372,7 @@ class SyncConnection:
             if not self.put(data, call):
                 self.put_rest(data, call, deadline)
         finally:
-            self.tidy()
+            self.check_partial_send()
             self.frame, self.sent = frame, sent
 
     # Idle, or in another thread's use
@@ -399,7 +399,7 @@ class SyncConnection:
 
     # Reading
 
-    def settle(self, deadline: Deadline) -> None:
+    def drain_abandoned_calls(self, deadline: Deadline) -> None:
         """Read the replies of calls that were given up. Raises OSError, ProtocolError or DeadlineExceeded."""
         if self.down is not None:
             self.resume(deadline)
@@ -416,7 +416,7 @@ class SyncConnection:
     def push_back(self, stranded: Stranded, deadline: Deadline) -> None:
         """Push back the item of a pop whose caller has given up. Raises OSError or DeadlineExceeded.
 
-        After an interrupt, `tidy` finds out whether it was sent in part, and a second call does not send it again.
+        After an interrupt, `check_partial_send` finds out what was sent; a second call does not repeat it.
         """
         call = stranded.call
         if call.result[1] is not None and not stranded.sent:
@@ -491,7 +491,7 @@ class SyncConnection:
         """Ask the server to keep the session when the connection breaks, unless it was asked before.
 
         An INTRODUCE may go with it. Raises OSError, ProtocolError or DeadlineExceeded. A reply that is late is taken by
-        `settle`.
+        `drain_abandoned_calls`.
         """
         if self.link is None and self._linking is None:
             link = ClientSingleLink()

@@ -203,7 +203,7 @@ class ClientTls:
             if not bridge.ended.wait(max(0.0, end - time.monotonic())):
                 background.call_soon(bridge.finish)
                 bridge.ended.wait(2 * _LAST_SECONDS)
-        background.settle()
+        background.await_idle_loops()
 
 
 def _step(stream: TlsStream) -> tuple[bool, bytes]:

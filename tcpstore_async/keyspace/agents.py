@@ -134,7 +134,7 @@ class AgentRegistry(SharedRequests):
         self._answer_first(agent)
         agent.parked = None
         answer = rounds.join(agent, least, most, left)
-        self.settle(rounds)
+        self.answer_due(rounds)
         if answer is not None:
             return _framed_answer(answer)
         self._unpark(waiter)
@@ -174,7 +174,7 @@ class AgentRegistry(SharedRequests):
             elif action == LEAVE:
                 self._answer_first(agent)
                 rounds.leave(agent)
-        self.settle(rounds)
+        self.answer_due(rounds)
         described = self._describe(key, rounds) if action == LOOK and number == DESCRIBE else b""
         return _framed_status(rounds.status(agent), described)
 
@@ -186,7 +186,7 @@ class AgentRegistry(SharedRequests):
         agent.connections -= 1
         if agent.connections == 0:
             agent.rounds.remove(agent)
-            self.settle(agent.rounds)
+            self.answer_due(agent.rounds)
 
     def end_rounds(self, why: str) -> list[Waiter]:
         """Form no more rounds; return who represents an agent whose rounds are not closed, for the caller to evict.
@@ -300,7 +300,7 @@ class AgentRegistry(SharedRequests):
             if waiter is not None:
                 self.resolve(waiter)
 
-    def settle(self, rounds: Rounds) -> None:
+    def answer_due(self, rounds: Rounds) -> None:
         """Count what rounds have grown by, and answer the agents that are due."""
         self.size += rounds.size - rounds.counted
         rounds.counted = rounds.size
@@ -366,6 +366,6 @@ class RemoveSilent(DeferredWork):
         registry = self.registry
         before = registry.charge(self.account)
         self.rounds.expiring = not registry.remove_silent(self.rounds, self.missing)
-        registry.settle(self.rounds)
+        registry.answer_due(self.rounds)
         registry.charge(before)
         return not self.rounds.expiring

@@ -86,7 +86,7 @@ class Waiter:
         self.group = None
         self.remaining = 0
 
-    def pass_over(self, queue: bytes) -> bool:
+    def skip_suspended(self, queue: bytes) -> bool:
         """Return whether no item of a queue must be offered now: nobody may come back for it.
 
         If so, the waiter has it offered later, with `WaiterRegistry.offer`, unless it leaves.
@@ -264,6 +264,6 @@ class SharedWait(Group):
     def first_present(self, queue: bytes) -> Waiter | None:
         """Return the first member that is not passed over when an item of a queue is offered."""
         for waiter in self.members:
-            if not waiter.pass_over(queue):
+            if not waiter.skip_suspended(queue):
                 return waiter
         return None

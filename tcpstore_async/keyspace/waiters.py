@@ -323,7 +323,7 @@ class WaiterRegistry(Registrations):
 
         False if nobody is to take it; then nobody would take a second one either.
         Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
-        item that is handed on skips waiters in a barrier of that name. See also `Waiter.pass_over`.
+        item that is handed on skips waiters in a barrier of that name. See also `Waiter.skip_suspended`.
         """
         self.finish_waking(key)
         if key not in self.waiters:
@@ -345,7 +345,7 @@ class WaiterRegistry(Registrations):
                         member = waiter.first_present(key)
                         if member is None:
                             continue
-                    elif waiter.pass_over(key):
+                    elif waiter.skip_suspended(key):
                         continue
                     else:
                         taker = waiter

@@ -37,7 +37,7 @@ class LinkRegistry(LinkWork):
 
     def __init__(
         self,
-        engine: Store,
+        store: Store,
         instance: str,
         grace: float,
         keep_alive: float = 5.0,
@@ -45,7 +45,7 @@ class LinkRegistry(LinkWork):
         offered: bool = True,
     ) -> None:
         """`offered` says whether peers may open links."""
-        super().__init__(engine, grace, keep_alive, portion)
+        super().__init__(store, grace, keep_alive, portion)
         self.instance = instance
         self.links: dict[bytes, ServerLink] = {}
         """By id."""
@@ -56,8 +56,8 @@ class LinkRegistry(LinkWork):
         self.attaching: dict[ServerSession, SingleLink] = {}
         """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
         if offered:
-            engine.hub.register("link", lambda store: self.open)
-            engine.hub.register("taken", lambda store: _taken)
+            store.hub.register("link", lambda one: self.open)
+            store.hub.register("taken", lambda one: _taken)
 
     # LINK
 
@@ -93,8 +93,8 @@ class LinkRegistry(LinkWork):
                 return self._reply(LINK_REFUSED, 0, refusal)
         if said.get(b"single"):
             return self._open_single(carrier, single, said, attempt)
-        if carrier.engine is not self.engine:
-            reason = f"this connection is in {carrier.engine}; connect to the server's own port, and enter that store"
+        if carrier.store is not self.store:
+            reason = f"this connection is in {carrier.store}; connect to the server's own port, and enter that store"
             return self._reply(LINK_REFUSED, 0, reason)
         if said.get(b"instance"):
             return self._resume(carrier, link, said, attempt)
@@ -103,16 +103,16 @@ class LinkRegistry(LinkWork):
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
-        access = self.engine.hub.auth.granted.get(carrier)
+        access = self.store.hub.auth.granted.get(carrier)
         seat = ("" if access is None else access.identity, place)
         other = self.places.get(seat)
         if other is not None:
             other.end("another link has taken its place")
-        if len(self.links) >= self.engine.limits.links:
+        if len(self.links) >= self.store.limits.links:
             return self._reply(LINK_REFUSED, 0, f"link limit {len(self.links)} reached (the `links` limit)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         link.attempt = attempt
-        link.granted = carrier in self.engine.hub.auth.granted
+        link.granted = carrier in self.store.hub.auth.granted
         link.access = access
         link.seat = seat
         if place:
@@ -124,7 +124,7 @@ class LinkRegistry(LinkWork):
 
     def _same_access(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
         """Return whether a connection has authenticated as the one did that made the link."""
-        granted = self.engine.hub.auth.granted
+        granted = self.store.hub.auth.granted
         if isinstance(known, SingleLink):
             was, access = known.session in granted, granted.get(known.session)
         else:
@@ -132,7 +132,7 @@ class LinkRegistry(LinkWork):
         return was == (carrier in granted) and access == granted.get(carrier)
 
     def make_way(self, session: ServerSession) -> None:
-        usage = self.engine.hub.auth.usage_of(session)
+        usage = self.store.hub.auth.usage_of(session)
         if usage is None:
             return
         while usage.suspended and 0 < usage.max_sessions < len(usage.sessions):
@@ -140,7 +140,7 @@ class LinkRegistry(LinkWork):
             self.singles[oldest].end(
                 f"a new session has taken its place (token {usage.identity} allows {usage.max_sessions})"
             )
-        session.engine.activate()
+        session.store.activate()
 
     def forget_link(self, identity: bytes) -> None:
         link = self.links.pop(identity)
@@ -168,7 +168,7 @@ class LinkRegistry(LinkWork):
     def _open_single(
         self, carrier: ServerSession, link: SingleLink | None, said: dict[bytes, bytes], attempt: int
     ) -> bytes:
-        engine = self.engine
+        store = self.store
         if said.get(b"instance"):
             if link is None:
                 return self._reply(UNKNOWN, 0)
@@ -184,14 +184,14 @@ class LinkRegistry(LinkWork):
                 return self._reply(LINK_REFUSED, 0, "the server is stopping")
             self.make_way(carrier)
             count = len(self.singles) + self.sessions
-            if count >= engine.limits.sessions:
+            if count >= store.limits.sessions:
                 return self._reply(LINK_REFUSED, 0, f"session limit {count} reached (the `sessions` limit)")
             link = SingleLink(self, said[b"id"], said[b"secret"], carrier)
             self.singles[link.identity] = link
         link.attempt = attempt
         status = RESUMED if said.get(b"instance") else NEW
         self.attaching[carrier] = link
-        engine.hub.pending_flush.append(carrier)
+        store.hub.pending_flush.append(carrier)
         return self._reply(status, link.received)
 
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:

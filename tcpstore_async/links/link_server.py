@@ -68,7 +68,7 @@ class LinkInput(PartialRequest):
         except PeerError as error:
             link.end(str(error))
             raise
-        evicted = self.carrier.engine.hub.evicted
+        evicted = self.carrier.store.hub.evicted
         if evicted:
             refusal = evicted.get(self.carrier)
             try:
@@ -132,7 +132,7 @@ class ServerLink(SharedLink):
         self._hosts: dict[bytes, str] = {}
         """By address of a rank, its host for the log."""
         self._memory = _LinkMemory(self)
-        registry.engine.budget.enter(self._memory, LINK_BYTES)
+        registry.store.budget.enter(self._memory, LINK_BYTES)
 
     def __str__(self) -> str:
         place = f" of {printable(self.place)}" if self.place else ""
@@ -153,14 +153,14 @@ class ServerLink(SharedLink):
         self.attached_at = self.registry.time()
         self._heard = self._sent = self.registry.now
         self.note()
-        self.passed.connect()
+        self.skipped.connect()
         for linked in self.sessions.values():
             linked.session.came_back()
 
     def detach(self) -> None:
         """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
         self.carrier = None
-        self.passed.connected = False
+        self.skipped.connected = False
         self.disconnect()
         self._lost = self.registry.time()
         if self.registry.stopping:
@@ -190,7 +190,7 @@ class ServerLink(SharedLink):
         self.drop_carrier(ProtocolError("its link has ended"))
         registry = self.registry
         registry.forget_link(self.identity)
-        registry.engine.budget.forget(self._memory, LINK_BYTES)
+        registry.store.budget.forget(self._memory, LINK_BYTES)
         self.forget()
         self._waiting.clear()
         if self.sessions:
@@ -211,7 +211,7 @@ class ServerLink(SharedLink):
             self.add(CLOSE, LINK, LOST)
             self._move_out(carrier)
             if self._release_carrier() is not None:
-                self.registry.engine.hub.pending_flush.append(carrier)
+                self.registry.store.hub.pending_flush.append(carrier)
         self.end("the server is stopping")
 
     # In
@@ -223,7 +223,7 @@ class ServerLink(SharedLink):
         self._heard = self.registry.now
         self._taking = True
         try:
-            most = 0 if carrier.unsent > carrier.engine.limits.unsent_high_water else self.registry.portion
+            most = 0 if carrier.unsent > carrier.store.limits.unsent_high_water else self.registry.portion
             at, need = self.take(data, at, end, most)
         finally:
             self._taking = False
@@ -266,23 +266,23 @@ class ServerLink(SharedLink):
             raise ProtocolError(f"OPEN for session {session} with a payload of {counted(len(payload), 'byte')}")
         self._last_opened = session
         registry = self.registry
-        engine = registry.engine
+        store = registry.store
         host = self._hosts.get(payload[2:])
         if host is None:
             host = self._host(payload[2:])
         port = U16.unpack_from(payload)[0]
-        if registry.sessions >= engine.limits.sessions or registry.stopping:
+        if registry.sessions >= store.limits.sessions or registry.stopping:
             self.add(CLOSE, session, REFUSED)
             if registry.on_refused is not None and not registry.stopping:
                 registry.on_refused(host, port)
             return
-        crowded = engine.hub.auth.crowded(self.access)
+        crowded = store.hub.auth.crowded(self.access)
         if crowded:
             registry.refuse(self.host, format_address(host, port), crowded)
             self.add(CLOSE, session, REFUSED)
             return
         registry.sessions += 1
-        linked = self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
+        linked = self.sessions[session] = LinkedSession(store, self, session, host, port, registry.time())
         if self.granted:
             linked.session.grant_access(self.access)
             registry.make_way(linked.session)
@@ -348,7 +348,7 @@ class ServerLink(SharedLink):
             self.close_batch()
             self._count()
         elif self._move_out(carrier):
-            self.registry.engine.hub.pending_flush.append(carrier)
+            self.registry.store.hub.pending_flush.append(carrier)
         return count
 
     def _move_out(self, carrier: ServerSession) -> bool:
@@ -369,7 +369,7 @@ class ServerLink(SharedLink):
         memory = self._memory
         growth = 0 if self.over else self.held_bytes() - memory.held
         if growth:
-            budget = self.registry.engine.budget
+            budget = self.registry.store.budget
             memory.held += growth
             budget.charge(growth)
             if growth > 0:

@@ -28,7 +28,7 @@ from ..wire.link import (
 )
 from ..wire.values import length
 from .link import Link
-from .passed_over import PassedOver
+from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 _STEP_COST: Final = 250
@@ -51,7 +51,7 @@ class SharedLink(Link):
         """By number."""
         self.over = False
         """Whether it has ended, though some of its sessions may still have to be closed."""
-        self.passed = PassedOver(registry)
+        self.skipped = SkippedQueues(registry)
         """Queues for which its sessions were passed over while there was no connection."""
 
     def note(self) -> None:
@@ -66,7 +66,7 @@ class SharedLink(Link):
 class LinkedSession(Transport):
     """Moves the bytes of one session on a link, as far as there is credit for them."""
 
-    def __init__(self, engine: Store, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
+    def __init__(self, store: Store, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
         self.credit: int = REPLY_CREDIT_BYTES
@@ -84,10 +84,10 @@ class LinkedSession(Transport):
         self.ended = False
         """Whether the rank sends no more."""
         self.closed = False
-        super().__init__(engine, host, port, now)
+        super().__init__(store, host, port, now)
 
-    def pass_over(self, engine: Store, queue: bytes) -> bool:
-        return self.link.passed.pass_over(engine, queue)
+    def skip_suspended(self, store: Store, queue: bytes) -> bool:
+        return self.link.skipped.skip_suspended(store, queue)
 
     def awaited_since(self) -> float:
         link = self.link
@@ -116,13 +116,13 @@ class LinkedSession(Transport):
         except Exception:
             self.link.registry.fail(self)
 
-    def go_on_later(self) -> None:
+    def resume_later(self) -> None:
         """Go on soon with requests that are held back."""
         if not self.queued:
             self.queued = True
-            self.link.registry.go_on_later(self.go_on)
+            self.link.registry.resume_later(self.resume)
 
-    def go_on(self) -> int:
+    def resume(self) -> int:
         """Execute what was held back. Returns what that cost, compared with a frame."""
         self.queued = False
         session = self.session
@@ -146,9 +146,9 @@ class LinkedSession(Transport):
         if session.out:
             self.flush()
         if not session.stalled():
-            self._settle()
-        elif session.incremental is not None or session.unsent <= session.engine.limits.unsent_high_water:
-            self.go_on_later()
+            self._allow_or_close()
+        elif session.incremental is not None or session.unsent <= session.store.limits.unsent_high_water:
+            self.resume_later()
 
     def _fail(self, error: PeerError) -> None:
         """Send the replies to earlier requests, let go of everything, and have the session closed."""
@@ -168,7 +168,7 @@ class LinkedSession(Transport):
         if backlog is None and session.out:
             self.link.add_data(self.number, b"".join(first_bytes(session.out, self.credit)))
 
-    def _settle(self) -> None:
+    def _allow_or_close(self) -> None:
         """Allow the rank to send more, or close what it has ended."""
         if self.ended:
             self.close_if_done()
@@ -209,7 +209,7 @@ class LinkedSession(Transport):
             return
         size = session.unsent
         link = self.link
-        evicted = session.engine.hub.evicted
+        evicted = session.store.hub.evicted
         if link.over or (evicted and session in evicted):
             session.unsent -= length(out)
         elif session.backlog is not None:
@@ -228,7 +228,7 @@ class LinkedSession(Transport):
     def wake(self, reply: bytes) -> bool:
         session = self.session
         link = self.link
-        if session.unsent or len(reply) > self.credit or link.over or session.engine.hub.evicted or not link.has_room():
+        if session.unsent or len(reply) > self.credit or link.over or session.store.hub.evicted or not link.has_room():
             return False
         self.credit -= len(reply)
         link.add_data(self.number, reply)
@@ -251,9 +251,9 @@ class LinkedSession(Transport):
         session.backlog = None
         self.waiting = False
         if session.stalled():
-            self.go_on_later()
+            self.resume_later()
         else:
-            self._settle()
+            self._allow_or_close()
         return False
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from ..session.store import Store
 from ..session.transport import Keeper, Transport
 from ..session.unsent import Unsent
 from ..wire.values import Framed, length
-from .passed_over import PassedOver
+from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 SINGLE_BYTES: Final = SESSION_BYTES
@@ -71,11 +71,11 @@ class SingleLink(Keeper):
         self.over = False
         self._kept = _Kept(session)
         self._kept_bytes: int = 0
-        self._passed = PassedOver(registry)
+        self._skipped = SkippedQueues(registry)
         self._lost: float = 0.0
         self._stepping = False
         """Whether the registry will go on with the command that is under way."""
-        registry.engine.budget.enter(self._kept, SINGLE_BYTES)
+        registry.store.budget.enter(self._kept, SINGLE_BYTES)
 
     def __str__(self) -> str:
         return f"the session of {self.session}"
@@ -93,7 +93,7 @@ class SingleLink(Keeper):
             self._take_over(carrier, session)
         self.carrier = carrier
         carrier.single = self
-        self._passed.connect()
+        self._skipped.connect()
         if session is not mine:
             if mine.out:
                 self.flush()
@@ -129,7 +129,7 @@ class SingleLink(Keeper):
         assert carrier is not None
         carrier.single = None
         self.carrier = None
-        self._passed.connected = False
+        self._skipped.connected = False
         session = self.session
         session.owner = self
         self._forget_unsent()
@@ -137,7 +137,7 @@ class SingleLink(Keeper):
         self._lost = registry.time()
         registry.suspended[self.identity] = True
         self._count_suspended(True)
-        if session in registry.engine.hub.evicted or registry.stopping:
+        if session in registry.store.hub.evicted or registry.stopping:
             self.end("")
             return
         registry.expect_ticks()
@@ -145,7 +145,7 @@ class SingleLink(Keeper):
 
     def _count_suspended(self, suspended: bool) -> None:
         """Let the session count among those of its token that have no connection, or no longer."""
-        usage = self.registry.engine.hub.auth.usage_of(self.session)
+        usage = self.registry.store.hub.auth.usage_of(self.session)
         if usage is None:
             return
         if suspended:
@@ -164,8 +164,8 @@ class SingleLink(Keeper):
     def awaited_since(self) -> float:
         return inf  # of its session, it is the transport only without a connection
 
-    def pass_over(self, engine: Store, queue: bytes) -> bool:
-        return self._passed.pass_over(engine, queue)
+    def skip_suspended(self, store: Store, queue: bytes) -> bool:
+        return self._skipped.skip_suspended(store, queue)
 
     # Replies
 
@@ -178,7 +178,7 @@ class SingleLink(Keeper):
         self._kept_bytes += size
         kept = self._kept
         if kept.backlog is None:
-            kept.backlog = Unsent(self.registry.engine.budget)
+            kept.backlog = Unsent(self.registry.store.budget)
         elif len(out) == 1 and kept.backlog.add_short(out[0], _COPIED):
             return
         kept.backlog.add(out, 0, _COPIED if len(kept.backlog.pieces) < _MANY_PIECES else _COPIED_OF_MANY)
@@ -186,7 +186,7 @@ class SingleLink(Keeper):
             self._give_up()
             return
         try:
-            self.registry.engine.budget.relieve(kept)
+            self.registry.store.budget.relieve(kept)
         except BudgetError as error:
             kept.evict(error)
 
@@ -266,7 +266,7 @@ class SingleLink(Keeper):
         registry.suspended.pop(self.identity, None)
         self._count_suspended(False)
         registry.forget_single(self.identity)
-        registry.engine.budget.forget(self._kept, SINGLE_BYTES)
+        registry.store.budget.forget(self._kept, SINGLE_BYTES)
 
     def end(self, reason: str) -> None:
         """End the link and, if it has no connection, the session; `reason` is for the log, if there is one."""

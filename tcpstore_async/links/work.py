@@ -27,9 +27,9 @@ _LINKS: Final = 256
 class LinkWork:
     """What all links of a server share. The base class of `LinkRegistry`."""
 
-    def __init__(self, engine: Store, grace: float, keep_alive: float = 5.0, portion: int = PORTION) -> None:
+    def __init__(self, store: Store, grace: float, keep_alive: float = 5.0, portion: int = PORTION) -> None:
         """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""
-        self.engine = engine
+        self.store = store
         self.portion = portion
         self.grace = grace
         self.keep_alive = keep_alive
@@ -37,7 +37,7 @@ class LinkWork:
         """Of all links, but single ones."""
         self.suspended: dict[bytes, bool] = {}
         """By id, the single links that have no connection now."""
-        self.passed_over: int = 0
+        self.skipped: int = 0
         """How often a session was, so far."""
         self.now: float = 0.0
         """The time of the last `tick`, in seconds of the server's clock."""
@@ -64,7 +64,7 @@ class LinkWork:
         """Close sessions of links that are over, at most so many; return whether that is done."""
         self._to_offer: deque[Callable[[int], bool]] = deque()
         """Offer items, at most so many, to sessions that were passed over; return whether that is done."""
-        self._to_go_on: deque[Callable[[], int]] = deque()
+        self._to_resume: deque[Callable[[], int]] = deque()
         """Execute requests that were held back; return what that cost, compared with a frame."""
         self._to_step: deque[Callable[[], object]] = deque()
         """Go on with commands of sessions that have no connection."""
@@ -120,8 +120,8 @@ class LinkWork:
         self._to_offer.append(offer_some)
         self._schedule()
 
-    def go_on_later(self, go_on: Callable[[], int]) -> None:
-        self._to_go_on.append(go_on)
+    def resume_later(self, resume: Callable[[], int]) -> None:
+        self._to_resume.append(resume)
         self._schedule()
 
     def step_later(self, step: Callable[[], object]) -> None:
@@ -151,12 +151,12 @@ class LinkWork:
             self._to_end.popleft()
         if self._to_offer and self._to_offer[0](self.portion):
             self._to_offer.popleft()
-        self._take_turns(self._to_go_on, len(self._to_go_on))  # those first that have waited longest
+        self._take_turns(self._to_resume, len(self._to_resume))  # those first that have waited longest
         for _ in range(min(len(self._to_step), _STEPS)):
             self._to_step.popleft()()
         self._take_turns(self._to_send, min(len(self._to_send), _LINKS))
         self._scheduled = bool(
-            self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_step or self._to_send
+            self._to_close or self._to_end or self._to_offer or self._to_resume or self._to_step or self._to_send
         )
         return self._scheduled
 

@@ -1,6 +1,6 @@
 """What a server remembers of its sessions for those who look into it: who wrote which key, who has come to a barrier.
 
-An engine that is observed (`Store.observe`) reports each command that writes. When a session was last heard, whether
+A store that is observed (`Store.observe`) reports each command that writes. When a session was last heard, whether
 it has joined and which BARRIER it is in, the session itself knows; the history keeps it of those who leave. This module
 knows commands by the names of their methods, and must not know sockets, nor what is stored. It reads no clock: whoever
 runs the server sets `now`.
@@ -101,21 +101,21 @@ _NOTHING: Final = Write(b"", NEVER)
 
 
 class History(Observer):
-    """What is remembered of the sessions of one engine."""
+    """What is remembered of the sessions of one store."""
 
-    def __init__(self, engine: Store, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
+    def __init__(self, store: Store, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
         """`most_bytes` may be counted for it in the budget, and no more than its share.
 
         Serial numbers of sessions begin after `last_serial`.
         """
         super().__init__()
-        self.engine = engine
-        self.keyspace = engine.keyspace
+        self.store = store
+        self.keyspace = store.keyspace
         self.held: int = 0
         """Bytes counted for all of it."""
         self.barriers: dict[bytes, Barrier] = {}
         """By counter."""
-        most = min(most_bytes, engine.budget.limit // _SHARE)
+        most = min(most_bytes, store.budget.limit // _SHARE)
         self._most_in_barriers: int = most // 4
         self._in_barriers: int = 0
         """Bytes counted for `barriers`."""
@@ -153,7 +153,7 @@ class History(Observer):
             self._grow(_DEPARTED_BYTES + session.introduction_bytes())
             self._young_departed.append(session)
 
-    def take_apart(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
+    def dispose(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
         """Forget everything, as the store has ended; return what may be long, to be freed in portions.
 
         A session is named here, and its last command refers to what names it. Nothing else breaks that cycle.
@@ -173,7 +173,7 @@ class History(Observer):
         return self._old.get(key) if write is None else write
 
     def serial(self, session: Peer) -> int:
-        """Return the serial number of a session, which no other one of this engine ever has."""
+        """Return the serial number of a session, which no other session of this store ever has."""
         if session.serial == 0:
             self._last_serial += 1
             session.serial = self._last_serial
@@ -185,7 +185,7 @@ class History(Observer):
 
     def sessions(self, portion: int) -> Iterator[list[ServerSession]]:
         """Yield portions of the sessions that are connected and have been heard, then of those that have left."""
-        holders = list(self.engine.budget.holders)
+        holders = list(self.store.budget.holders)
         for at in range(0, len(holders), portion):
             yield [one for one in holders[at : at + portion] if isinstance(one, ServerSession) and self._knows(one)]
         departed = self.departed()
@@ -193,7 +193,7 @@ class History(Observer):
             yield departed[at : at + portion]
 
     def _knows(self, session: ServerSession) -> bool:
-        return session.engine is self.engine and session.heard_at != NEVER
+        return session.store is self.store and session.heard_at != NEVER
 
     def members(self, counter: bytes, found: list[ServerSession], portion: int) -> Iterator[None]:
         """Append to `found` those who have come to a barrier or joined, looking at so many sessions in each step."""
@@ -225,7 +225,7 @@ class History(Observer):
                 return self._set
             if method == "add":
                 return self._add
-        if method == "barrier" and getattr(call, "__self__", None) is self.engine:
+        if method == "barrier" and getattr(call, "__self__", None) is self.store:
             return self._barrier_of
         if method in ("set", "append"):
             return lambda key, value: self._wrote(key, call(key, value))
@@ -244,13 +244,13 @@ class History(Observer):
 
     def _set(self, key: bytes, value: Framed) -> None:
         last = self._last
-        if last.by is self.engine.serving and key == last.key:
+        if last.by is self.store.serving and key == last.key:
             self.keyspace.set(last.key, value)  # that key, as its hash is known
             last.at = self.now
             return
         self.keyspace.set(key, value)
         write = self._young.get(key)
-        if write is None or write.by is not self.engine.serving:
+        if write is None or write.by is not self.store.serving:
             self._note(key, False)
         else:  # the common case, without a call
             write.at = self.now
@@ -258,7 +258,7 @@ class History(Observer):
 
     def _add(self, key: bytes, amount: int) -> int:
         last = self._last
-        if last.by is self.engine.serving and key == last.key and last.barrier is None and amount:
+        if last.by is self.store.serving and key == last.key and last.barrier is None and amount:
             total = self.keyspace.add(last.key, amount)
             last.at = self.now
             return total
@@ -268,7 +268,7 @@ class History(Observer):
             self._added(key, amount, None)
             return total
         total = self.keyspace.add(write.key, amount)  # as above
-        session = self.engine.serving
+        session = self.store.serving
         if write.by is not session:
             if session is not None and session.serial == 0:
                 self.serial(session)
@@ -278,7 +278,7 @@ class History(Observer):
         return total
 
     def _barrier_of(self, key: bytes, world_size: int) -> bool:
-        session = self.engine.serving
+        session = self.store.serving
         assert session is not None
         if not self.keyspace.barrier(session, key, world_size):
             return False  # that it has come, the session knows
@@ -322,7 +322,7 @@ class History(Observer):
         return result
 
     def _canceled(self, call: Handler) -> Any:
-        session = self.engine.serving
+        session = self.store.serving
         barrier = None if session is None else session.barrier
         result = call()
         if session is not None and barrier is not None:
@@ -349,7 +349,7 @@ class History(Observer):
         write = self._young.get(key)
         if write is None:
             write = self._remember(key, counts)
-        session = self.engine.serving
+        session = self.store.serving
         if write.by is not session:
             if session is not None and session.serial == 0:
                 self.serial(session)
@@ -380,7 +380,7 @@ class History(Observer):
 
     def _count(self, size: int) -> None:
         self.held += size
-        self.engine.budget.charge(size)
+        self.store.budget.charge(size)
 
     def _forget_old(self) -> None:
         """Forget what was not used since there was half as much."""
@@ -410,7 +410,7 @@ class History(Observer):
 
     def _come(self, barrier: Barrier) -> None:
         """Note that the session that is being served has added 1 to the counter of a barrier, or has joined."""
-        session = self.engine.serving
+        session = self.store.serving
         if session is None:
             return
         if barrier is not self._joining:
@@ -463,9 +463,9 @@ class History(Observer):
             write.barrier = None
 
 
-def history_of(engine: Store) -> History | None:
-    """Return what is remembered of the sessions of an engine, if it is observed."""
-    observer = engine.observer
+def history_of(store: Store) -> History | None:
+    """Return what is remembered of the sessions of a store, if it is observed."""
+    observer = store.observer
     return observer if isinstance(observer, History) else None
 
 

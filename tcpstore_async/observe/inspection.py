@@ -1,4 +1,4 @@
-"""What is known about the sessions and keys of an engine, in portions, for those who look into a running server.
+"""What is known about the sessions and keys of a store, in portions, for those who look into a running server.
 
 Only facts: who is connected, what each session waits for, which keys there are, who has come to which barrier. What
 follows from them is worked out by whoever asked (`diagnosis/`). Without I/O, and nothing here changes anything.
@@ -43,10 +43,10 @@ Fact = dict[str, Any]
 
 
 class Inspection:
-    """One look at an engine, that of one store of a server, and its history."""
+    """One look at one store of a server and its history."""
 
     def __init__(
-        self, engine: Store, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
+        self, store: Store, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
     ) -> None:
         """`now` is the time of the server's clock, to which ages refer; `named` are its stores with names.
 
@@ -54,7 +54,7 @@ class Inspection:
         """
         self.named = named
         self.everyone = everyone
-        self.engine = engine
+        self.store = store
         self.history = history
         self.now = now
         self._departed: dict[int, Peer] = {}
@@ -64,12 +64,12 @@ class Inspection:
 
     def summary(self) -> Fact:
         """Return what is known of the server as a whole."""
-        engine = self.engine
+        store = self.store
         return {
-            "sessions": len(engine.budget.holders),
-            "num_keys": len(engine.keyspace.values),
-            "bytes": engine.budget.used(),
-            "joins": engine.joins,
+            "sessions": len(store.budget.holders),
+            "num_keys": len(store.keyspace.values),
+            "bytes": store.budget.used(),
+            "joins": store.joins,
         }
 
     def sessions(self) -> Iterator[Fact]:
@@ -77,11 +77,11 @@ class Inspection:
         found: list[Fact] = []
         groups: list[Fact] = []
         weight = 0
-        holders = self.engine.budget.holders
+        holders = self.store.budget.holders
         for holder in list(holders):
             if not isinstance(holder, ServerSession) or holder not in holders:
                 continue
-            if holder.engine is not self.engine and not self.everyone:
+            if holder.store is not self.store and not self.everyone:
                 continue
             fact = self._session(holder, groups)
             found.append(fact)
@@ -148,7 +148,7 @@ class Inspection:
 
         The last two are None if they are not known. Queues follow, with 0 bytes.
         """
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         found: list[list[Any]] = []
         weight = 0
         for key in list(keyspace.values):
@@ -176,8 +176,8 @@ class Inspection:
 
         Some are empty: looking for those who are in a barrier takes more than one.
         """
-        keyspace = self.engine.keyspace
-        holders = self.engine.budget.holders
+        keyspace = self.store.keyspace
+        holders = self.store.budget.holders
         members: dict[bytes, list[int]] = {}
         sizes: dict[bytes, int] = {}
         weight = 0
@@ -187,7 +187,7 @@ class Inspection:
             if weight >= _NUMBERS:
                 yield {}
                 weight = 0
-            if not isinstance(holder, ServerSession) or holder.engine is not self.engine:
+            if not isinstance(holder, ServerSession) or holder.store is not self.store:
                 continue
             if holder not in holders:
                 left[holder.serial] = holder
@@ -224,7 +224,7 @@ class Inspection:
 
     def _session(self, session: ServerSession, groups: list[Fact]) -> Fact:
         heard = session.heard_at != NEVER
-        history = history_of(session.engine)
+        history = history_of(session.store)
         fact: Fact = {
             "id": history.serial(session) if heard and history is not None else 0,
             "host": session.host,
@@ -241,8 +241,8 @@ class Inspection:
             fact["pid"] = session.pid
         if session.peer:
             fact["peer"] = session.peer
-        if session.engine.name:
-            fact["store"] = session.engine.name
+        if session.store.name:
+            fact["store"] = session.store.name
         owner = session.owner
         if isinstance(owner, LinkedSession):
             fact["link"] = str(owner.link.host)
@@ -278,7 +278,7 @@ class Inspection:
 
     def _registered(self, session: ServerSession) -> list[bytes]:
         """Return the keys that a session still awaits, without its stale registrations."""
-        waiters = session.engine.keyspace.waiters
+        waiters = session.store.keyspace.waiters
         keys: list[bytes] = []
         for key in session.parked or ():
             registered = waiters.get(key)
@@ -295,7 +295,7 @@ class Inspection:
         write = self.history.write(key)
         at = NEVER if write is None else write.at
         by = None if write is None else write.by
-        waiting = self.engine.keyspace.waiters.get(key)
+        waiting = self.store.keyspace.waiters.get(key)
         if waiting:
             last = next(reversed(waiting))
             if isinstance(last, ServerSession) and last.barrier == key and last.heard_at > at:

@@ -1,6 +1,6 @@
 """Answers MISSING: which keys are missing, which existing ones are most like them, and which ranks have not come.
 
-It asks the keyspace and, if the engine is observed, its history. It must not know how bytes travel or what becomes of
+It asks the keyspace and, if the store is observed, its history. It must not know how bytes travel or what becomes of
 an answer. Nothing here changes what is stored, or what anybody waits for.
 
 Invariants: a step takes no longer than a command with 1,000 keys. Identical questions at the same time have one answer,
@@ -79,16 +79,16 @@ _MISSING: Final = "MISSING"
 Items = list[tuple[bytes, Framed]]
 
 
-def answer_missing(engine: Store) -> None:
+def answer_missing(store: Store) -> None:
     """Have MISSING answered in all stores of a server."""
-    engine.hub.register("missing", lambda store: Questions(store).ask)
+    store.hub.register("missing", lambda one: Questions(one).ask)
 
 
 class Questions:
-    """The questions of one engine that are being answered, and those that have just been."""
+    """The questions of one store that are being answered, and those that have just been."""
 
-    def __init__(self, engine: Store) -> None:
-        self.engine = engine
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self.searching: Question | None = None
         """The one that is searched for thoroughly."""
         self.queued: int = 0
@@ -109,14 +109,14 @@ class Questions:
             if len(expected) > PREFIX:
                 _number(expected)
             size += len(key)
-        engine = self.engine
-        now = -1.0 if engine.observer is None else engine.observer.now
-        if engine.keyspace.changes != self._changes or now != self._now or len(self._known) >= _KEPT:
-            self._changes, self._now = engine.keyspace.changes, now
+        store = self.store
+        now = -1.0 if store.observer is None else store.observer.now
+        if store.keyspace.changes != self._changes or now != self._now or len(self._known) >= _KEPT:
+            self._changes, self._now = store.keyspace.changes, now
             self._known = {key: known for key, known in self._known.items() if not known.done}
             if len(self._known) >= _KEPT:
                 self._known = {}
-        access = engine.hub.auth.granted.get(session)
+        access = store.hub.auth.granted.get(session)
         if size > _KEPT_BYTES:
             question = Question(self, access, items)
         else:
@@ -130,7 +130,7 @@ class Questions:
         if command.step(_PORTION):
             answer: Framed = command.result
             return answer
-        engine.keyspace.incremental = command
+        store.keyspace.incremental = command
         return None
 
     def forget(self, question: "Question") -> None:
@@ -168,8 +168,8 @@ class Question:
         self.done = False
         self.answer: Framed = b""
         self._questions = questions
-        self._keyspace: Keyspace = questions.engine.keyspace
-        self._history: History | None = history_of(questions.engine)
+        self._keyspace: Keyspace = questions.store.keyspace
+        self._history: History | None = history_of(questions.store)
         self._access = access
         self._keys: list[bytes] = []
         self._counter = b""

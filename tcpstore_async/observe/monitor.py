@@ -1,4 +1,4 @@
-"""Samples of the commands that an engine executes, for whoever watches it.
+"""Samples of the commands that a store executes, for whoever watches it.
 
 Knows commands and their fields. Must not know sockets, nor read a clock: whoever runs the server supplies one.
 
@@ -26,7 +26,7 @@ _MOST_VALUE: Final = 256
 
 
 class Monitor:
-    """One that watches an engine."""
+    """One that watches a store."""
 
     def __init__(
         self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES, store: str | None = None

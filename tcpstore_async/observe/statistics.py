@@ -29,11 +29,11 @@ _MOST_TEXT: Final = 256
 class Statistics:
     """One look at the numbers of all stores of a server, or of one."""
 
-    def __init__(self, engine: Store, now: float, everyone: bool = True) -> None:
-        """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of the
-        engine's own store."""
+    def __init__(self, store: Store, now: float, everyone: bool = True) -> None:
+        """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of
+        this store alone."""
         self.everyone = everyone
-        self.engine = engine
+        self.store = store
         self.now = now
         self.open: int = 0
         """Sessions. This and the next three are known after `count`."""
@@ -42,44 +42,44 @@ class Statistics:
         self.unsent: int = 0
         """Bytes of replies that the kernel has not accepted."""
         self.world_size: int | None = None
-        """The largest that a client in the engine's own store has named."""
+        """The largest that a client in this store has named."""
 
     def count(self) -> Iterator[None]:
         """Count what is known by looking at each session only, in portions."""
         portion = 0
-        for holder in list(self.engine.budget.holders):
+        for holder in list(self.store.budget.holders):
             portion += 1
             if portion >= PORTION:
                 portion = 0
                 yield None
-            if not isinstance(holder, ServerSession) or not (self.everyone or holder.engine is self.engine):
+            if not isinstance(holder, ServerSession) or not (self.everyone or holder.store is self.store):
                 continue
             self.open += 1
             if holder.state != IDLE:
                 self.waiting += 1
             self.unsent += holder.unsent
-            if holder.peer and holder.engine is self.engine:
+            if holder.peer and holder.store is self.store:
                 named = holder.peer.get("world_size", "")
                 if named.isdecimal() and len(named) < 10:
                     self.world_size = max(int(named), self.world_size or 0)
 
     def counters(self) -> Fact:
-        """Return the counters, after `count`. Those of joins are of the engine's own store, and commands, which are not
-        counted for each store, of all."""
-        engine = self.engine
-        keyspace = engine.keyspace
-        budget = engine.budget
+        """Return the counters, after `count`. Those of joins are of this store, and commands, which are not counted
+        for each store, of all."""
+        store = self.store
+        keyspace = store.keyspace
+        budget = store.budget
         joined = keyspace.values.get(WORKERS_KEY)
-        stores = [one.keyspace for one in self._engines()]
+        stores = [one.keyspace for one in self._stores()]
         stored = sum([one.size - one.parked for one in stores])
         parked = sum([one.parked for one in stores])
         requests, lists = (budget.unfinished, budget.lists) if self.everyone else (0, 0)
         used = budget.used() if self.everyone else stored + parked
         return {
-            "commands": engine.hub.counts(),
+            "commands": store.hub.counts(),
             "sessions": {
                 "open": self.open,
-                "unvalidated": len(engine.hub.unvalidated) + len(engine.hub.unvalidated_on_links),
+                "unvalidated": len(store.hub.unvalidated) + len(store.hub.unvalidated_on_links),
                 "waiting": self.waiting,
                 "unsent_bytes": self.unsent,
             },
@@ -98,7 +98,7 @@ class Statistics:
             },
             "joins": {
                 "joined": joined if isinstance(joined, int) else 0,
-                "expected": engine.joins,
+                "expected": store.joins,
                 "world_size": self.world_size,
             },
         }
@@ -111,7 +111,7 @@ class Statistics:
         """
         found: dict[tuple[Store, bytes], list[Any]] = {}
         portion = 0
-        for holder in list(self.engine.budget.holders):
+        for holder in list(self.store.budget.holders):
             portion += 1
             if portion >= PORTION:
                 portion = 0
@@ -120,10 +120,10 @@ class Statistics:
                 continue
             if holder.partial is not None and holder.partial.endless:  # it carries a link
                 continue
-            if not (self.everyone or holder.engine is self.engine):
+            if not (self.everyone or holder.store is self.store):
                 continue
             since = holder.connected_at if holder.heard_at == NEVER else holder.heard_at
-            awaited = holder.engine, _awaited(holder)
+            awaited = holder.store, _awaited(holder)
             known = found.get(awaited)
             if known is None:
                 found[awaited] = [1, since, holder]
@@ -139,9 +139,9 @@ class Statistics:
         store, if that has a name."""
         largest: list[tuple[int, bytes, str]] = []
         portion = 0
-        for engine in self._engines():
-            values = engine.keyspace.values
-            name = engine.name
+        for store in self._stores():
+            values = store.keyspace.values
+            name = store.name
             for key in list(values):
                 portion += 1
                 if portion >= PORTION:
@@ -158,14 +158,14 @@ class Statistics:
         found = sorted(largest, reverse=True)
         yield {"largest": [[shown(key), bytes_, *([name] if name else [])] for bytes_, key, name in found]}
 
-    def _engines(self) -> list[Store]:
-        return list(self.engine.hub.stores) if self.everyone else [self.engine]
+    def _stores(self) -> list[Store]:
+        return list(self.store.hub.stores) if self.everyone else [self.store]
 
     def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
         group = session.group
         registered = group.parked if isinstance(group, SharedWait) else session.parked
         keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
-        name = session.engine.name
+        name = session.store.name
         return {
             **({"store": name} if name else {}),
             "key": shown(_awaited(session)),

@@ -105,7 +105,7 @@ class Rank(Stream):
 
     # The rank's side
 
-    def attend(self, events: int) -> None:
+    def on_events(self, events: int) -> None:
         """Handle events of the descriptor."""
         if events & WRITE:
             self.writable()
@@ -115,7 +115,7 @@ class Rank(Stream):
                 if events & _GONE and (self.queued or self.starved or self.leaving or self.ended):
                     self.lose()
                     return
-            self.go_on()
+            self.resume_reading()
 
     def open(self) -> None:
         """Open a session on the link."""
@@ -145,7 +145,7 @@ class Rank(Stream):
             )
             self.lose()
         else:
-            relay.put_off(self)
+            relay.defer(self)
 
     def greet(self, entry: Entry) -> bool:
         """Read what is left of the bytes that are not passed on; return whether that is all of them."""
@@ -163,7 +163,7 @@ class Rank(Stream):
             self.describe(chunk)
         return self.greeting == 0
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """Read what there is, as far as there is credit, up to the share of one turn of the loop."""
         if self.queued or self.ended or self.leaving:
             return
@@ -198,7 +198,7 @@ class Rank(Stream):
                 self.describe(chunk)
             if len(chunk) < size and not self.hung_up:
                 return
-        relay.put_off(self)
+        relay.defer(self)
 
     def describe(self, chunk: bytes) -> None:
         """Say who the rank is, once its first bytes are there."""
@@ -293,7 +293,7 @@ class Rank(Stream):
     def credited(self) -> None:
         if self.starved:
             self.starved = False
-            self.relay.put_off(self)
+            self.relay.defer(self)
 
     def closed(self) -> None:
         if self.unsent is None:
@@ -535,7 +535,7 @@ class Relay:
         link = self.link
         for fd, events in reported:
             if fd == self._upstream:
-                self._attend_upstream(events)
+                self._on_upstream_events(events)
                 link = self.link
                 continue
             rank = ranks.get(fd)
@@ -552,7 +552,7 @@ class Relay:
                     or rank.leaving
                     or not link.has_room()
                 ):
-                    rank.attend(events)
+                    rank.on_events(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)
                 if chunk:
@@ -560,7 +560,7 @@ class Relay:
                     if not rank.described:
                         rank.describe(chunk)
                     if len(chunk) == _FIRST_READ:
-                        rank.go_on()
+                        rank.resume_reading()
                 else:
                     rank.end()
             except BlockingIOError:
@@ -573,7 +573,7 @@ class Relay:
 
     # Called by ranks
 
-    def put_off(self, rank: Rank) -> None:
+    def defer(self, rank: Rank) -> None:
         """Go on reading from a rank in a later turn of the loop, when the link takes more."""
         if not rank.queued and not rank.ended and not rank.leaving:
             rank.queued = True
@@ -602,7 +602,7 @@ class Relay:
                 continue
             self.poller.resume(rank.fd)
             try:
-                rank.go_on()
+                rank.resume_reading()
             except Exception:
                 self._give_up(rank)
         self.flush()
@@ -642,7 +642,7 @@ class Relay:
             self._unsent = b""
             self.poller.watch_writing(fd, False)
 
-    def _attend_upstream(self, events: int) -> None:
+    def _on_upstream_events(self, events: int) -> None:
         if events & WRITE and self._unsent:
             self._write_upstream(self._unsent)
             if not self._unsent and self._upstream >= 0:

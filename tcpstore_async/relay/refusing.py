@@ -43,10 +43,10 @@ class Refusal:
         self.reason = reason
         self.log = log
         self.left = left
-        self.engine = Store(Limits())
-        self.engine.identify(encode_identity(Identity("tcpstore_async", VERSION, EXTENSION, "", refused=reason)))
-        self.engine.hub.auth.require_auth = ALL
-        self.engine.hub.auth.authenticate = lambda token: reason
+        self.store = Store(Limits())
+        self.store.identify(encode_identity(Identity("tcpstore_async", VERSION, EXTENSION, "", refused=reason)))
+        self.store.hub.auth.require_auth = ALL
+        self.store.hub.auth.authenticate = lambda token: reason
         self.connections = connections
 
     def serve(self, fd: int, host: str, port: int) -> None:
@@ -59,7 +59,7 @@ class RefusedConnection(asyncio.Protocol):
 
     def __init__(self, refusal: Refusal, host: str, port: int) -> None:
         self.refusal = refusal
-        self.session = ServerSession(refusal.engine, None, host, port, time.monotonic())
+        self.session = ServerSession(refusal.store, None, host, port, time.monotonic())
         self._transport: Any = None
         """An `asyncio.Transport`; uvloop's do not inherit from it."""
         self._timer: asyncio.TimerHandle | None = None

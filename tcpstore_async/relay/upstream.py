@@ -248,7 +248,7 @@ class Upstream:
                 raise _RefusedError("the link was abandoned in the meantime")
             reply = link.answered(raw)
             if link.connected:
-                self._go_on(peer, server, reply)
+                self._carry_on(peer, server, reply)
                 return reply
             if reply.status == LINK_REFUSED:
                 relay.abandon_link()
@@ -266,7 +266,7 @@ class Upstream:
 
     # A link
 
-    def _go_on(self, peer: socket.socket, server: tuple[str, int], reply: LinkReply) -> None:
+    def _carry_on(self, peer: socket.socket, server: tuple[str, int], reply: LinkReply) -> None:
         """Have the relay use a connection that the server has accepted as the link's."""
         self._server = server
         self._cancel_giving_up()

@@ -153,9 +153,9 @@ class Admin:
         """Users, with their processes, and what they have asked for."""
         self._closed = False
         with server.lock:
-            self.history = History(server.engine)
+            self.history = History(server.store)
             self.history.now = self._began
-            server.engine.observe(self.history)
+            server.store.observe(self.history)
             server.times = self._times
             server.named.on_created = self._observe
         server.admin = str(path.absolute())
@@ -255,12 +255,12 @@ class Admin:
         What comes while the peer does not read is dropped, beyond what the monitor holds.
         """
         monitor = Monitor(time.time, request.every, request.values, store=request.store)
-        engine = self.server.engine
+        store = self.server.store
         self._monitors.add(monitor)
         ended = asyncio.ensure_future(reader.read(1))
         try:
             with self.server.lock:
-                engine.hub.watch(monitor.note)
+                store.hub.watch(monitor.note)
             await _write(writer, _encode({"server": self._about()}))
             while not ended.done() and not self._closed:  # before 3.12, wait_for may swallow a cancellation
                 await asyncio.wait([ended], timeout=_SAMPLE_SECONDS)
@@ -271,7 +271,7 @@ class Admin:
                     await _write(writer, _encode(fact))
         finally:
             with self.server.lock:
-                engine.hub.unwatch(monitor.note)
+                store.hub.unwatch(monitor.note)
             self._monitors.discard(monitor)
             ended.cancel()
             with suppress(asyncio.CancelledError, OSError):
@@ -308,23 +308,23 @@ class Admin:
             yield {"error": request}
             return
         server = self.server
-        engine: Store = server.engine
+        shown: Store = server.store
         history = self.history
         with server.lock:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
                 yield {"error": _no_store(request.drop)}
                 return
             if request.store is not None:
-                store = server.named.stores.get(request.store)
-                found = None if store is None else history_of(store)
-                if store is None or found is None:
+                named = server.named.stores.get(request.store)
+                found = None if named is None else history_of(named)
+                if named is None or found is None:
                     yield {"error": _no_store(request.store)}
                     return
-                engine, history = store, found
-            inspection = Inspection(engine, history, time.monotonic(), request.store is None, server.named)
+                shown, history = named, found
+            inspection = Inspection(shown, history, time.monotonic(), request.store is None, server.named)
             about = {**self._about(), **inspection.summary()}
         yield {"server": about}
-        statistics = Statistics(engine, inspection.now, request.store is None)
+        statistics = Statistics(shown, inspection.now, request.store is None)
         parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "sessions": inspection.sessions,
             "counters": inspection.counters,

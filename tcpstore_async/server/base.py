@@ -1,6 +1,6 @@
 """What every server does, however it moves bytes.
 
-A server owns one engine and one session per connection. This module flushes sessions, limits and expires connections,
+A server owns one store and one session per connection. This module flushes sessions, limits and expires connections,
 logs what peers did, announces joins and stops; `uv` and `threaded` accept, read and write.
 
 It knows sessions and timers, and must not know opcodes, keys, or how a connection reads and writes.
@@ -81,8 +81,8 @@ class Server:
         self.tls: ServerTls | None = tls
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
-        self.engine: Store = Store(limits, session_bytes=session_bytes)
-        features = attach_features(self.engine, secrets.token_hex(8), backend)
+        self.store: Store = Store(limits, session_bytes=session_bytes)
+        features = attach_features(self.store, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
         self.links.on_work = self._schedule_links
         self.links.on_link = self._schedule_tick
@@ -91,8 +91,8 @@ class Server:
         self.links.on_refusal = self._report_refusal
         self.links.on_failure = self.give_up
         self.links.clock = time.monotonic
-        self.engine.keyspace.on_work = self._schedule_work
-        self.engine.keyspace.clock = time.monotonic
+        self.store.keyspace.on_work = self._schedule_work
+        self.store.keyspace.clock = time.monotonic
         self.named: NamedStores = features.named
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
@@ -222,18 +222,18 @@ class Server:
     def close_invalid(self, ended: Callable[[Access], str]) -> None:
         """Close every connection whose token is no longer valid, soon; `ended` returns why, or nothing."""
         with self.lock:
-            self.engine.hub.end_invalid(ended)
+            self.store.hub.end_invalid(ended)
 
     def announce(self, joins: int) -> None:
         """Publish how many ranks are expected to join in all."""
         with self.lock:
-            self.engine.announce(joins)
+            self.store.announce(joins)
             self.flush_pending()
 
     def all_joined(self) -> bool:
         """Return whether as many ranks have joined as were announced."""
         with self.lock:
-            return self.engine.all_joined()
+            return self.store.all_joined()
 
     def dismiss_latecomers(self, complete: float) -> None:
         """Close the connections accepted after `complete`, by `time.monotonic`.
@@ -247,7 +247,7 @@ class Server:
                 owner = session.owner
                 if isinstance(owner, Transport):
                     owner.close()
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
 
     def end_rounds(self, why: str, host: str, pid: int) -> None:
@@ -256,19 +256,19 @@ class Server:
         The agents of the process `pid` on the host of that name know, as it is they who end the server.
         """
         with self.lock:
-            for engine in (self.engine, *self.named.stores.values()):
-                for waiter in engine.keyspace.end_rounds(why):
-                    if not isinstance(waiter, ServerSession) or waiter in self.engine.hub.evicted:
+            for store in (self.store, *self.named.stores.values()):
+                for waiter in store.keyspace.end_rounds(why):
+                    if not isinstance(waiter, ServerSession) or waiter in self.store.hub.evicted:
                         continue
                     if waiter.pid != pid or waiter.peer.get("host") != host:
                         waiter.evict(ProtocolError(why))
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
 
     def drop_store(self, name: str, why: str) -> bool:
         """End a store with a name; return whether there is one. With the lock."""
         found = self.named.drop(name, why)
-        if self.engine.hub.pending_flush:
+        if self.store.hub.pending_flush:
             self.flush_pending()
         return found
 
@@ -300,7 +300,7 @@ class Server:
         """Stop counting a connection whose session has left, and flush those that its end woke."""
         self.count -= 1
         self._finishing.pop(connection, None)
-        if not self.stopped and self.engine.hub.pending_flush:
+        if not self.stopped and self.store.hub.pending_flush:
             self.flush_pending()
         if not self.count:
             self.call_soon(self._note_empty)
@@ -311,8 +311,8 @@ class Server:
             return  # a connection failed under the loop below, which also flushes those that its end woke
         self._flushing = True
         try:
-            pending_flush = self.engine.hub.pending_flush
-            evicted = self.engine.hub.evicted
+            pending_flush = self.store.hub.pending_flush
+            evicted = self.store.hub.evicted
             if self.links.attaching:
                 self._attach()
             if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
@@ -340,13 +340,13 @@ class Server:
         self.closed_for[kind] = self.closed_for.get(kind, 0) + 1
         if isinstance(error, NotAllowedError):
             self._remember(session, str(error))
-        if kind in ("access", "tls") or self.engine.hub.auth.must_authenticate(session):
+        if kind in ("access", "tls") or self.store.hub.auth.must_authenticate(session):
             self.log_refusal(session.host, text)
         else:
             self.log_limited(kind, text)
         if session.out:
             connection.flush()
-        if session.backlog is None or isinstance(error, BudgetError) or session in self.engine.hub.evicted:
+        if session.backlog is None or isinstance(error, BudgetError) or session in self.store.hub.evicted:
             connection.close()  # what an evicted peer does not read is not kept for it
             return
         if connection.single is not None:
@@ -359,7 +359,7 @@ class Server:
 
     def _remember(self, session: ServerSession, refusal: str) -> None:
         """Keep why the connection of a token's holder is closed, which cannot be told there, until the client asks."""
-        access = self.engine.hub.auth.granted.get(session)
+        access = self.store.hub.auth.granted.get(session)
         if access is None:
             return
         refused = self._refused
@@ -371,7 +371,7 @@ class Server:
 
     def refused_before(self, session: ServerSession) -> str:
         """Return why another connection of the same process and token has just been closed; empty if none was."""
-        access = self.engine.hub.auth.granted.get(session)
+        access = self.store.hub.auth.granted.get(session)
         if access is None:
             return ""
         refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
@@ -436,7 +436,7 @@ class Server:
         """Listen for a store; return the port, or why there is none: who connects there presents nothing."""
         if self.tls is not None:
             return "the server has TLS, and no clear-text ports for stores"
-        if self.engine.hub.auth.authenticate is not None or self.engine.hub.auth.require_auth:
+        if self.store.hub.auth.authenticate is not None or self.store.hub.auth.require_auth:
             return "the server checks tokens, and has no ports for stores that need none"
         return self.ports.open(store)
 
@@ -451,7 +451,7 @@ class Server:
 
     def _evict_unvalidated(self) -> bool:
         """Close the oldest connection that has not sent VALIDATE, if there is one."""
-        session = self.engine.hub.oldest_unvalidated()
+        session = self.store.hub.oldest_unvalidated()
         if session is None:
             return False
         owner = session.owner
@@ -491,7 +491,7 @@ class Server:
         """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""
         if not self._to_flush:
             self.call_soon(self._flush_more)
-        evicted = self.engine.hub.evicted
+        evicted = self.store.hub.evicted
         self._to_flush.extend(pending_flush)  # not looked at here: each session read costs a cache miss
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
@@ -542,7 +542,7 @@ class Server:
                         self.give_up(connection)
             if to_flush:
                 self.call_soon(self._flush_more)
-            if self.engine.hub.pending_flush:  # unsent replies may have made the budget evict peers
+            if self.store.hub.pending_flush:  # unsent replies may have made the budget evict peers
                 self.flush_pending()
 
     def _work(self) -> None:
@@ -551,12 +551,12 @@ class Server:
             self._working = False
             if self.stopped:
                 return
-            keyspace = self.engine.keyspace
+            keyspace = self.store.keyspace
             if keyspace.work:
-                self.engine.activate()
+                self.store.activate()
                 keyspace.step()
             more = self.named.work()
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
             if more or keyspace.work:
                 self._schedule_work()
@@ -585,7 +585,7 @@ class Server:
                 return
             if self._to_flush or self.links.work():
                 self.call_soon(self._serve_links)
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
 
     def _start_ticking(self) -> None:
@@ -598,9 +598,9 @@ class Server:
             now = time.monotonic()
             if self.links.tick(now):
                 self._start_ticking()
-            for session in self.engine.hub.overdue_on_links(now):
+            for session in self.store.hub.overdue_on_links(now):
                 self._close_unvalidated(session)
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
 
     def _note_empty(self) -> None:
@@ -624,7 +624,7 @@ class Server:
     def _schedule_expiry(self) -> None:
         """Come back when the oldest connection without VALIDATE is overdue."""
         with self.lock:
-            oldest = self.engine.hub.oldest_unvalidated()
+            oldest = self.store.hub.oldest_unvalidated()
             if oldest is None or self.stopped:
                 self._validating = False
                 return
@@ -634,7 +634,7 @@ class Server:
     def _close_overdue(self) -> None:
         now = time.monotonic()
         with self.lock:
-            while (session := self.engine.hub.overdue(now)) is not None:
+            while (session := self.store.hub.overdue(now)) is not None:
                 self._close_unvalidated(session)
         self._schedule_expiry()
 

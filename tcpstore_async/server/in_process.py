@@ -105,8 +105,8 @@ class ServerThread:
         checker = None
         if self._tokens is not None:
             checker = self._tokens.checker()
-            server.engine.hub.auth.authenticate = checker.authenticate
-            server.engine.hub.auth.require_auth = self._tokens.require_auth
+            server.store.hub.auth.authenticate = checker.authenticate
+            server.store.hub.auth.require_auth = self._tokens.require_auth
         with closed_in_children(server):
             try:
                 server.start()

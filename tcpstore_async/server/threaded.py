@@ -1,4 +1,4 @@
-"""The legacy server: one thread per connection, and one lock over the engine.
+"""The legacy server: one thread per connection, and one lock over the store.
 
 Knows threads and sockets. Must not know opcodes, keys, or what a command means.
 Invariants: the lock is never held while anything waits. Only a connection's own thread reads from it and frees its
@@ -47,7 +47,7 @@ class Connection(Transport):
     def __init__(
         self, server: "ThreadedServer", peer: socket.socket, host: str, port: int, store: NamedStore | None = None
     ) -> None:
-        super().__init__(server.engine if store is None else store, host, port, time.monotonic())
+        super().__init__(server.store if store is None else store, host, port, time.monotonic())
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()

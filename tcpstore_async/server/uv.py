@@ -59,7 +59,7 @@ class Connection(Transport):
     """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        super().__init__(server.engine if store is None else store, host, port, time.monotonic())
+        super().__init__(server.store if store is None else store, host, port, time.monotonic())
         self.server = server
         self.fd = fd
         """-1 once it is closed."""
@@ -71,18 +71,18 @@ class Connection(Transport):
         self.ended = False
         """The end has been read, or what ends the connection; it lasts until the peer has read its replies."""
 
-    def attend(self, events: int) -> None:
+    def on_events(self, events: int) -> None:
         """Handle events of the descriptor."""
         if events != READ:
             self.hung_up = events & ~(READ | WRITE) != 0
             self.writable()
         if self.hung_up and self.server.ends_many():
             if not self.queued:
-                self.server.put_off(self)
+                self.server.defer(self)
         elif events != WRITE:
-            self.go_on()
+            self.resume_reading()
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """Read and execute what there is, up to the share of one turn of the loop."""
         session = self.session
         if self.queued:
@@ -105,11 +105,11 @@ class Connection(Transport):
                 return
             if session.out:
                 self.flush()
-            if self.server.engine.hub.pending_flush:
+            if self.server.store.hub.pending_flush:
                 self.server.flush_pending()
             if not more and not self.hung_up and not session.stalled():
                 return
-        self.server.put_off(self)
+        self.server.defer(self)
 
     def _read_much(self) -> bool:
         """Execute what was kept back, else read once; return False if the kernel has no more."""
@@ -204,7 +204,7 @@ class Connection(Transport):
         elif self.paused:
             self.paused = False
             self.server.poller.resume(self.fd)
-            self.go_on()
+            self.resume_reading()
 
     def send_again(self, replies: list[Framed], taken: int) -> None:
         self.keep(replies, taken)
@@ -214,7 +214,7 @@ class Connection(Transport):
 
     def resumed(self) -> None:
         if self.session.stalled() and not self.queued:
-            self.server.put_off(self)
+            self.server.defer(self)
 
     def lost(self, error: OSError) -> None:
         """The connection is broken, unless the error only follows the peer's end."""
@@ -316,9 +316,9 @@ class TlsConnection(Connection):
             return bool(self.hello) or self.tls.required
         return not self.channel.stream.established
 
-    def attend(self, events: int) -> None:
+    def on_events(self, events: int) -> None:
         self.drained = False  # also if reading has been put off: nothing more may be reported
-        super().attend(events)
+        super().on_events(events)
 
     def _read_much(self) -> bool:
         channel = self.channel
@@ -342,7 +342,7 @@ class TlsConnection(Connection):
         server = self.server
         hello, self.hello = self.hello, b""
         if hello:
-            budget = server.engine.budget
+            budget = server.store.budget
             budget.charge(TLS_BYTES)
             channel = self.channel = TlsChannel(self.tls.context, partial(_write, self.fd))
             channel.stream.feed(hello)
@@ -441,7 +441,7 @@ class TlsConnection(Connection):
             self.server.tls_connections.pop(self.fd, None)
             if channel is not None:
                 self.tls.end(self)
-                self.server.engine.budget.charge(-TLS_BYTES)
+                self.server.store.budget.charge(-TLS_BYTES)
                 if not broken:
                     channel.finish()
         super()._close(broken)
@@ -464,7 +464,7 @@ class UvServer(base.Server):
         self.tls_connections: dict[int, TlsConnection] = {}
         """Those with TLS, and those that have not shown yet whether they use it."""
         self.poller = watch_with(self.loop, self.ready)
-        self._put_off: list[Connection] = []
+        self._deferred: list[Connection] = []
         """Connections that have more to read."""
         self._ends_until: float = 0.0
         """When time is up for the ends of those that the poller is reporting; 0 before the first."""
@@ -516,10 +516,10 @@ class UvServer(base.Server):
         """Serve descriptors.
 
         The common case, one short request and its reply, is inlined here: the calls saved are worth 0.1 µs of the 5
-        that an operation costs in plain Python. `Connection.attend` does everything else.
+        that an operation costs in plain Python. `Connection.on_events` does everything else.
         """
         connections = self.connections
-        pending_flush = self.engine.hub.pending_flush
+        pending_flush = self.store.hub.pending_flush
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
@@ -529,7 +529,7 @@ class UvServer(base.Server):
             session = connection.session
             try:
                 if events != READ or session.unsent or session.partial is not None or connection.queued:
-                    connection.attend(events)
+                    connection.on_events(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)
                 self.received += len(chunk)
@@ -555,7 +555,7 @@ class UvServer(base.Server):
                 if pending_flush:
                     self.flush_pending()
                 if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
-                    connection.go_on()
+                    connection.resume_reading()
             except BlockingIOError:
                 self._blocked(connection)
             except (OSError, PeerError) as error:
@@ -568,7 +568,7 @@ class UvServer(base.Server):
         if connection is None:
             return
         try:
-            connection.attend(events)
+            connection.on_events(events)
         except Exception:
             self.give_up(connection)
 
@@ -577,9 +577,9 @@ class UvServer(base.Server):
         try:
             if connection.session.out:
                 connection.flush()
-            if self.engine.hub.pending_flush:
+            if self.store.hub.pending_flush:
                 self.flush_pending()
-            connection.go_on()
+            connection.resume_reading()
         except Exception:
             self.give_up(connection)
 
@@ -625,26 +625,26 @@ class UvServer(base.Server):
             except Exception:
                 self.give_up(connection)
 
-    def put_off(self, connection: Connection) -> None:
+    def defer(self, connection: Connection) -> None:
         """Go on reading in the next turn of the loop."""
-        if not self._put_off:
+        if not self._deferred:
             self.call_soon(self._resume)
         connection.queued = True
-        self._put_off.append(connection)
+        self._deferred.append(connection)
 
     def _resume(self) -> None:
-        put_off = self._put_off
-        self._put_off = []
+        defer = self._deferred
+        self._deferred = []
         end = time.perf_counter() + _RESUMED_SECONDS
-        for at, connection in enumerate(put_off):
+        for at, connection in enumerate(defer):
             if time.perf_counter() > end:
-                if not self._put_off:
+                if not self._deferred:
                     self.call_soon(self._resume)
-                self._put_off = put_off[at:] + self._put_off
+                self._deferred = defer[at:] + self._deferred
                 return
             connection.queued = False
             try:
-                connection.go_on()
+                connection.resume_reading()
             except Exception:
                 self.give_up(connection)
 
@@ -676,7 +676,7 @@ class UvServer(base.Server):
             self.call_soon(self._begin_next)
         connection.queued = False
         try:
-            connection.go_on()
+            connection.resume_reading()
         except Exception:
             self.give_up(connection)
 
@@ -705,6 +705,6 @@ class UvServer(base.Server):
         self.opened()
 
     def served(self) -> None:
-        if self.engine.hub.pending_flush:
+        if self.store.hub.pending_flush:
             self.flush_pending()
         self.expect_validation()

@@ -135,7 +135,7 @@ class NamedStore(Store):
     """One incarnation of a name."""
 
     def __init__(self, registry: "NamedStores", entry: Entry, incarnation: str, since: float) -> None:
-        root = registry.engine
+        root = registry.unnamed
         super().__init__(root.limits, root.keyspace.portion, hub=root.hub)
         self.name = entry.name
         self.incarnation = incarnation
@@ -229,11 +229,11 @@ class NamedStore(Store):
 class NamedStores:
     """The stores of one server that have names."""
 
-    def __init__(self, engine: Store, instance: str) -> None:
-        """`engine` is that of the store without a name, and knows its identity."""
-        self.engine = engine
+    def __init__(self, unnamed: Store, instance: str) -> None:
+        """`unnamed` is the store without a name, which knows the identity of the server."""
+        self.unnamed = unnamed
         self.instance = instance
-        self.identity = decode_identity(unpack(engine.keyspace.reserved[SERVER_KEY]))
+        self.identity = decode_identity(unpack(unnamed.keyspace.reserved[SERVER_KEY]))
         self.stores: dict[str, NamedStore] = {}
         """By name, those that have not ended."""
         self.ending: dict[NamedStore, bool] = {}
@@ -271,10 +271,10 @@ class NamedStores:
         """Has the server listen for a store; returns the port, or why there is none."""
         self.close_port: Callable[[NamedStore], object] | None = None
         """Called when a store ends that has a port."""
-        engine.hub.on_leave = self.leave
-        engine.hub.on_return = self.came_back
-        engine.hub.register("enter", lambda store: self.enter)
-        engine.hub.register("end_store", lambda store: self.release)
+        unnamed.hub.on_leave = self.leave
+        unnamed.hub.on_return = self.came_back
+        unnamed.hub.register("enter", lambda store: self.enter)
+        unnamed.hub.register("end_store", lambda store: self.release)
 
     # Commands
 
@@ -283,9 +283,9 @@ class NamedStores:
 
         Raises NotAllowedError if the session's token does not allow that, behind the reply that says so.
         """
-        engine = self.engine
-        if session.engine is not engine:
-            raise ProtocolError(f"ENTER from a connection in {session.engine}")
+        store = self.unnamed
+        if session.store is not store:
+            raise ProtocolError(f"ENTER from a connection in {session.store}")
         if session.state != IDLE or session.parked or self._stays(session):
             raise ProtocolError(f"ENTER from {_STAYING}")
         entry = Entry(session, items)
@@ -296,7 +296,7 @@ class NamedStores:
             session.unsent += len(reply)
             raise NotAllowedError(refusal)
         self._forget_entry(session)
-        engine.keyspace.incremental = _Enter(self, entry)
+        store.keyspace.incremental = _Enter(self, entry)
         return None
 
     def decide(self, entry: Entry) -> Framed | None:
@@ -333,7 +333,7 @@ class NamedStores:
     def park(self, entry: Entry) -> None:
         """Have a session wait for a store."""
         session = entry.session
-        self.engine.keyspace.hold(session, entry.bytes())
+        self.unnamed.keyspace.hold(session, entry.bytes())
         session.state = AWAITING_STORE
         session.remaining = 1
         session.awaited = entry.name.encode()
@@ -345,7 +345,7 @@ class NamedStores:
 
         Returns how many sessions are in it that are none of the owner's.
         """
-        store = session.engine
+        store = session.store
         if not isinstance(store, NamedStore) or session not in store.owners:
             raise ProtocolError("END_STORE from a connection that owns no store")
         mine = store.owners[session]
@@ -372,7 +372,7 @@ class NamedStores:
         """Forget a session that has gone. A store ends with its last owner, at once."""
         if self.entries:
             self._forget_entry(session)
-        store = session.engine
+        store = session.store
         if not isinstance(store, NamedStore):
             return
         store.sessions.pop(session, None)
@@ -384,7 +384,7 @@ class NamedStores:
 
     def came_back(self, session: ServerSession) -> None:
         """Note that the link of a session has a connection again."""
-        store = session.engine
+        store = session.store
         if isinstance(store, NamedStore):
             store.reconnected(session)
 
@@ -401,9 +401,9 @@ class NamedStores:
         """Close, in portions, the connections that are still in a store that has ended."""
         store.released = NEVER
         if store in self.ending:
-            self.engine.keyspace.defer(
+            self.unnamed.keyspace.defer(
                 EvictSessions(
-                    self.engine.hub, store.sessions, lambda one: store.error() if one in store.sessions else None
+                    self.unnamed.hub, store.sessions, lambda one: store.error() if one in store.sessions else None
                 )
             )
 
@@ -418,7 +418,7 @@ class NamedStores:
     def _absent(self, entry: Entry) -> Framed:
         """Return the reply to a session for which there is no store, and that does not wait."""
         others = self.of_port.get(_port(entry.name), {})
-        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
+        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
         shown = (
             ()
             if access is not None and access.store
@@ -468,7 +468,7 @@ class NamedStores:
         An address at which there are several stores says nothing: that of a bridge, say, which every host has.
         """
         names = {store.name for address in self._telling(entry.addresses) for store in self.addresses[address]}
-        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
+        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
         return "" if len(names) != 1 or (access is not None and access.store) else names.pop()
 
     def _telling(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -481,7 +481,7 @@ class NamedStores:
             opened = "this server offers none" if self.open_port is None else self.open_port(store)
             if isinstance(opened, str):
                 return 0, opened
-            self.engine.budget.charge(PORT_BYTES)
+            self.unnamed.budget.charge(PORT_BYTES)
             store.port = opened
             store.begin_sessions()
             self.ports[str(opened)] = store
@@ -494,12 +494,12 @@ class NamedStores:
 
     def _stays(self, session: ServerSession) -> bool:
         """Return whether the store without a name remembers something of a session that it could not in another one."""
-        keyspace = self.engine.keyspace
+        keyspace = self.unnamed.keyspace
         return session.joined is not None or bool(session.leases) or session in keyspace.represented
 
     def _refusal(self, entry: Entry) -> str:
         """Return why a session's token does not allow that."""
-        access = self.engine.hub.auth.granted.get(entry.session) if self.engine.hub.auth.granted else None
+        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
         if access is None:
             return ""
         if access.store and access.store != entry.name:
@@ -514,18 +514,18 @@ class NamedStores:
         return ""
 
     def _create(self, entry: Entry) -> NamedStore:
-        engine = self.engine
+        budget = self.unnamed.budget
         size = STORE_BYTES + ADDRESS_BYTES * len(entry.addresses)
-        engine.budget.charge(size)
+        budget.charge(size)
         try:
-            engine.budget.relieve(entry.session)
+            budget.relieve(entry.session)
         except PeerError:
-            engine.budget.charge(-size)
+            budget.charge(-size)
             raise
         self.created += 1
         since = 0.0 if self.clock is None else self.clock()
         store = NamedStore(self, entry, f"{self.instance}/{self.created}", since)
-        engine.budget.add(store.share)
+        budget.add(store.share)
         self.stores[entry.name] = store
         if self.on_created is not None:
             self.on_created(store)
@@ -541,7 +541,7 @@ class NamedStores:
         for key in keys:
             waiting = queues.pop(key, None)
             if waiting is not None:
-                self.engine.keyspace.defer(_LetIn(self, waiting))
+                self.unnamed.keyspace.defer(_LetIn(self, waiting))
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
@@ -556,7 +556,7 @@ class NamedStores:
                 store.ids.add(entry.shares)
             if entry.joins:
                 store.announce(store.joins + entry.joins)
-                self.engine.activate()
+                self.unnamed.activate()
 
     def _queue(self, entry: Entry) -> None:
         self.waiting.setdefault(entry.name, OrderedDict())[entry.session] = entry
@@ -567,7 +567,7 @@ class NamedStores:
         entry = self.entries.pop(session, None)
         if entry is None:
             return
-        self.engine.keyspace.hold_less(session, entry.bytes())
+        self.unnamed.keyspace.hold_less(session, entry.bytes())
         _take(self.waiting, entry.name, entry)
         for address in entry.addresses:
             _take(self.seeking, address, entry)
@@ -576,7 +576,7 @@ class NamedStores:
         """Answer a session that has waited for a store which is there now, unless it has given up."""
         if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
             return
-        if session in self.engine.hub.evicted:
+        if session in self.unnamed.hub.evicted:
             return
         if self._stays(session):  # by what it has sent since
             session.evict(ProtocolError(f"ENTER from {_STAYING}"))
@@ -613,7 +613,7 @@ class NamedStores:
         if store.port:
             del self.ports[str(store.port)]
             store.port = 0
-            self.engine.budget.charge(-PORT_BYTES)
+            self.unnamed.budget.charge(-PORT_BYTES)
             if self.close_port is not None:
                 self.close_port(store)
         if store.joins:
@@ -626,14 +626,14 @@ class NamedStores:
         if not self.ending.pop(store, False):
             return
         keyspace = store.keyspace
-        root = self.engine
+        root = self.unnamed
         self.to_work.pop(store, None)
         store.key_lists.release()
         root.budget.remove(store.share)
         root.budget.charge(-store.bytes())
         dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
         if store.observer is not None:
-            writes, departed = store.observer.take_apart()
+            writes, departed = store.observer.dispose()
             dicts += writes
             for sessions in departed:
                 root.keyspace.free_later(sessions)
@@ -650,7 +650,7 @@ class NamedStores:
                 root.hub.auth.forget_unused(usage)
         keyspace.on_work = None
         keyspace.work.clear()
-        store.take_apart()
+        store.dispose()
 
 
 class _Enter(IncrementalCommand):

@@ -32,6 +32,6 @@ class Observer:
         """Note a session that is about to leave."""
         raise NotImplementedError
 
-    def take_apart(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
+    def dispose(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
         """Forget everything, as the store has ended; return what may be long, to be freed in portions."""
         raise NotImplementedError

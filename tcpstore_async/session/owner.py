@@ -15,8 +15,8 @@ class Owner:
         """
         return False
 
-    def pass_over(self, engine: Store, queue: bytes) -> bool:
-        """See `Waiter.pass_over`."""
+    def skip_suspended(self, store: Store, queue: bytes) -> bool:
+        """See `Waiter.skip_suspended`."""
         return False
 
     def awaited_since(self) -> float:

@@ -39,22 +39,22 @@ class ServerSession(Session):
             if joined is None:
                 return
             chunk = joined
-        engine = self.engine
-        keyspace = engine.keyspace
-        budget = engine.budget
+        store = self.store
+        keyspace = store.keyspace
+        budget = store.budget
         if keyspace is not budget.keyspace:
-            budget.switch(engine.share)
+            budget.switch(store.share)
         elif keyspace.size != budget.seen:
             budget.attribute()
-        engine.serving = self
-        if engine.observer is not None:
-            self.heard_at = engine.observer.now
-        limits = engine.limits
+        store.serving = self
+        if store.observer is not None:
+            self.heard_at = store.observer.now
+        limits = store.limits
         high_water = limits.unsent_high_water
         out = self.out
         end = len(chunk)
         at = held = 0
-        if (keyspace.working or self.incremental is not None) and not self._finish_before(engine, chunk):
+        if (keyspace.working or self.incremental is not None) and not self._finish_before(store, chunk):
             return
         if self.unsent > high_water:
             self._stall(chunk, 0)
@@ -99,7 +99,7 @@ class ServerSession(Session):
                     out.append(result)
                     self.unsent += len(result)
             if handoff is not None:
-                engine.keyspace.end_handoff(self, handoff)
+                store.keyspace.end_handoff(self, handoff)
             if self.unsent > high_water:
                 self._stall(chunk, at)
                 return
@@ -117,22 +117,22 @@ class ServerSession(Session):
         self.input_buffer = None
         return b"".join([kept, chunk])
 
-    def _finish_before(self, engine: Store, chunk: bytes) -> bool:
+    def _finish_before(self, store: Store, chunk: bytes) -> bool:
         """Do what has to precede the next command: work that concerns this session, and the rest of the last command.
 
         Returns whether commands follow now; if not, `chunk` has been dealt with.
         """
-        keyspace = engine.keyspace
+        keyspace = store.keyspace
         if keyspace.working and not keyspace.postpones(self):
             keyspace.resolve(self)
-            if self.engine is not engine:  # it has been let into another store
+            if self.store is not store:  # it has been let into another store
                 self.receive(chunk)
                 return False
         if self.incremental is not None:
             if keyspace.postpones(self) or not self._go_on():
                 self._keep_for_incremental(chunk, 0)
                 return False
-            if self.engine is not engine:  # ENTER: what follows is for another store
+            if self.store is not store:  # ENTER: what follows is for another store
                 if chunk:
                     self._keep_for_incremental(chunk, 0)
                 return False
@@ -142,7 +142,7 @@ class ServerSession(Session):
         """Decode more of a request, and execute it if it is complete. Returns what `PartialRequest.decode` does."""
         if self.held:
             self._count_held(0)  # executing the command may move what it holds to the store
-        result, stop = partial.decode(self.slot.call, chunk, at, len(chunk), self.engine.limits)
+        result, stop = partial.decode(self.slot.call, chunk, at, len(chunk), self.store.limits)
         if self.partial is partial and not partial.endless:  # LINK replaces it
             self.partial = None
         return result, stop
@@ -158,7 +158,7 @@ class ServerSession(Session):
         if not isinstance(self.incremental, ReplyInPieces) or not self._go_on():
             self._keep_for_incremental(chunk, at)
             return False
-        if self.unsent > self.engine.limits.unsent_high_water:
+        if self.unsent > self.store.limits.unsent_high_water:
             self._stall(chunk, at)
             return False
         return True
@@ -195,7 +195,7 @@ class ServerSession(Session):
 
     def _take_incremental(self, size: int) -> None:
         """Take over the rest of the command that was just called, whose request has so many bytes."""
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         incremental = keyspace.incremental
         keyspace.incremental = None
         self.incremental = incremental
@@ -212,7 +212,7 @@ class ServerSession(Session):
         """Do the next step of the last command. True if that was all; its reply is in `out` then."""
         incremental = self.incremental
         assert incremental is not None
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         account = incremental.account
         done = incremental.step(keyspace.portion) if account is None else self._step_counted(incremental, account)
         if not done:
@@ -236,7 +236,7 @@ class ServerSession(Session):
 
     def _step_counted(self, incremental: IncrementalCommand, account: Account) -> bool:
         """Do the next step of a command whose effects are counted."""
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         account.usage.command = self.slot.command.name
         before = keyspace.charge(account)
         try:
@@ -252,7 +252,7 @@ class ServerSession(Session):
 
     def check_reply_size(self, size: int) -> None:
         """Raise LimitError for a reply of more bytes than the whole budget."""
-        most = self.engine.limits.budget_bytes
+        most = self.store.limits.budget_bytes
         if size > most:
             raise LimitError("budget_bytes", size, most)
 
@@ -277,14 +277,14 @@ class ServerSession(Session):
 
     def _missing(self, opcode: int) -> Slot:
         """Return how a command is executed for which the table has nothing. Raises PeerError."""
-        slot = self.engine.guards.slot(self, opcode)
+        slot = self.store.guards.slot(self, opcode)
         if slot is None:
             raise self._refusal(opcode)
         return slot
 
     def _refusal(self, opcode: int) -> PeerError:
-        engine = self.engine
-        if self.table is engine.handshake:
+        store = self.store
+        if self.table is store.handshake:
             if opcode == HANDSHAKE:
                 self._alert()
                 return ProtocolError("it began a TLS handshake, but this server does not use TLS")
@@ -292,6 +292,6 @@ class ServerSession(Session):
         if self.table is NO_COMMANDS:
             return ProtocolError(f"opcode {opcode} from an evicted session")
         command = BY_OPCODE[opcode]
-        if command is not None and engine.hub.auth.must_authenticate(self):
+        if command is not None and store.hub.auth.must_authenticate(self):
             return self._stranger(command.name)
         return ProtocolError(f"unknown opcode {opcode}")

@@ -39,19 +39,19 @@ _MOST_BEFORE_AUTH: Final = 8192
 class Session(Peer):
     """One connection, but for its input: the base class of `ServerSession`."""
 
-    def __init__(self, engine: Store, owner: object, host: str, port: int, connected_at: float) -> None:
-        super().__init__(owner, host, port, connected_at, engine.handshake, engine.first)
-        self.engine = engine
-        hub = engine.hub
+    def __init__(self, store: Store, owner: object, host: str, port: int, connected_at: float) -> None:
+        super().__init__(owner, host, port, connected_at, store.handshake, store.first)
+        self.store = store
+        hub = store.hub
         (hub.unvalidated_on_links if self.shares_connection() else hub.unvalidated)[self] = True
-        engine.budget.enter(self, self._base_bytes())
+        store.budget.enter(self, self._base_bytes())
         self._relieve()
 
     def __str__(self) -> str:
         address = format_address(self.host, self.port)
         known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
         known.update(self.peer)
-        granted = self.engine.hub.auth.granted
+        granted = self.store.hub.auth.granted
         access = granted.get(self) if granted else None
         if access is not None:
             known["token"] = access.identity
@@ -62,35 +62,35 @@ class Session(Peer):
     def validate(self, magic: int) -> None:
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, expected {MAGIC:#x}")
-        engine = self.engine
-        auth = engine.hub.auth
+        store = self.store
+        auth = store.hub.auth
         if auth.granted or auth.require_auth:
-            self.table = engine.guards.table_of(self)
+            self.table = store.guards.table_of(self)
             if auth.must_authenticate(self):
                 return
         else:
-            self.table = engine.commands
+            self.table = store.commands
         self._expect_nothing()
 
     def grant_access(self, access: Access | None) -> None:
-        engine = self.engine
+        store = self.store
         if self.table is NO_COMMANDS:
             return
-        engine.guards.grant(self, access)
-        if self.table is not engine.handshake:
-            self.table = engine.guards.table_of(self)
+        store.guards.grant(self, access)
+        if self.table is not store.handshake:
+            self.table = store.guards.table_of(self)
             self._expect_nothing()
 
     def certify(self) -> None:
         """The peer has shown a certificate that the server demands, which allows everything unless tokens decide."""
-        if self.engine.hub.auth.authenticate is None:
+        if self.store.hub.auth.authenticate is None:
             self.grant_access(None)
 
     def why_ended(self) -> str:
-        return self.engine.guards.why_ended(self)
+        return self.store.guards.why_ended(self)
 
     def expected(self) -> str:
-        return "VALIDATE" if self.table is self.engine.handshake else "AUTH"
+        return "VALIDATE" if self.table is self.store.handshake else "AUTH"
 
     def plain_refused(self) -> NotAllowedError:
         """Return the error of a session whose peer does not use TLS, and has to; tell the peer."""
@@ -106,47 +106,47 @@ class Session(Peer):
 
     def _stranger(self, what: str) -> NotAllowedError:
         """Return the error of a session that has not authenticated, and has to."""
-        return NotAllowedError(authentication_required(what, self.engine.hub.auth.authenticate is None))
+        return NotAllowedError(authentication_required(what, self.store.hub.auth.authenticate is None))
 
-    def put_into(self, engine: Store) -> None:
+    def put_into(self, store: Store) -> None:
         """Go on in another store. What the session has written in the one before is nobody's share any more."""
-        before = self.engine
+        before = self.store
         self.heard_at = NEVER
         authenticated = before.hub.auth.granted
         granted = self in authenticated
         access = authenticated.get(self)
         if granted:
             if access is not None:
-                engine.guards.expect(access, before.guards.why_ended(self))
+                store.guards.expect(access, before.guards.why_ended(self))
             before.guards.revoke(self)
-        self.engine = engine
+        self.store = store
         self.stored = 0.0
         before.serving = None
         if granted:
-            engine.guards.grant(self, access)
-        self.table = engine.guards.table_of(self)
+            store.guards.grant(self, access)
+        self.table = store.guards.table_of(self)
 
     def came_back(self) -> None:
         """Its link has a connection again."""
-        on_return = self.engine.hub.on_return
+        on_return = self.store.hub.on_return
         if on_return is not None:
             on_return(self)
 
     # What it holds
 
     def leave(self) -> None:
-        engine = self.engine
-        engine.activate()
-        if engine.observer is not None:
-            engine.observer.leaves(self)
-        keyspace = engine.keyspace
+        store = self.store
+        store.activate()
+        if store.observer is not None:
+            store.observer.leaves(self)
+        keyspace = store.keyspace
         before = keyspace.charge(self.account())
         keyspace.leave(self)
         keyspace.charge(before)
         self._let_go()
-        hub = engine.hub
+        hub = store.hub
         if hub.auth.granted:  # not before, so that what goes back to the store is counted
-            engine.guards.revoke(self)
+            store.guards.revoke(self)
         if hub.evicted:
             hub.evicted.pop(self, None)
         if hub.on_leave is not None:
@@ -154,28 +154,28 @@ class Session(Peer):
         self.owner = None
 
     def evict(self, error: PeerError) -> None:
-        hub = self.engine.hub
+        hub = self.store.hub
         hub.evicted[self] = error
         self.table = NO_COMMANDS
         self._let_go()
         hub.pending_flush.append(self)
 
     def share(self) -> StoreShare:
-        return self.engine.share
+        return self.store.share
 
     def account(self) -> Account | None:
-        return self.engine.guards.account_of(self)
+        return self.store.guards.account_of(self)
 
     def keep_unsent(self, replies: list[Framed], taken: int) -> None:
         """Queue replies of which the kernel has accepted the first `taken` bytes, behind those that are queued."""
-        hub = self.engine.hub
+        hub = self.store.hub
         if self in hub.evicted:
             return
         if hub.auth.must_authenticate(self):
             self.evict(self._stranger("not reading its replies"))
             return
         if self.backlog is None:
-            self.backlog = Unsent(self.engine.budget)
+            self.backlog = Unsent(self.store.budget)
         self.backlog.add(replies, taken)
         self._relieve()
 
@@ -183,7 +183,7 @@ class Session(Peer):
         """Keep what a relay says of the peer, unless the peer has said it itself."""
         if not self.peer and self.table is not NO_COMMANDS:
             self.peer = peer
-            self.engine.budget.charge(self.introduction_bytes())
+            self.store.budget.charge(self.introduction_bytes())
             self._relieve()
 
     def _account(self) -> None:
@@ -194,26 +194,26 @@ class Session(Peer):
         if self.incremental is not None:
             held += self.incremental.held
         if held != self.held:
-            if held > _MOST_BEFORE_AUTH and self.engine.hub.auth.must_authenticate(self):
+            if held > _MOST_BEFORE_AUTH and self.store.hub.auth.must_authenticate(self):
                 raise self._stranger(f"{self.slot.command.name} with more than {_MOST_BEFORE_AUTH} bytes")
             self._count_held(held)
-            self.engine.budget.relieve(self)
+            self.store.budget.relieve(self)
 
     def _count_held(self, held: int) -> None:
-        engine = self.engine
+        store = self.store
         growth = held - self.held
         self.held = held
-        engine.budget.unfinished += growth
-        engine.budget.charge(growth)
+        store.budget.unfinished += growth
+        store.budget.charge(growth)
 
     def _let_go(self) -> None:
         """Release everything but what the keyspace holds."""
-        engine = self.engine
+        store = self.store
         self._expect_nothing()
-        engine.budget.unfinished -= self.held
-        engine.budget.forget(self, self._base_bytes())
+        store.budget.unfinished -= self.held
+        store.budget.forget(self, self._base_bytes())
         if self.partial is not None:
-            engine.keyspace.free_later(self.partial.items)
+            store.keyspace.free_later(self.partial.items)
             self.partial.abandon()
             self.partial = None
         self.input_buffer = None
@@ -225,7 +225,7 @@ class Session(Peer):
 
     def _expect_nothing(self) -> None:
         """Await VALIDATE, and authentication, no more."""
-        hub = self.engine.hub
+        hub = self.store.hub
         if self in hub.unvalidated:
             del hub.unvalidated[self]  # compiled, `pop` costs twice as much
         elif hub.unvalidated_on_links:
@@ -234,13 +234,13 @@ class Session(Peer):
     def _relieve(self) -> None:
         """Have the budget evict a peer, perhaps this one, if too much is held now."""
         try:
-            self.engine.budget.relieve(self)
+            self.store.budget.relieve(self)
         except BudgetError as error:
             self.evict(error)
 
     def _base_bytes(self) -> int:
         """Return the bytes counted for the session and its connection."""
-        return SESSION_BYTES if self.shares_connection() else self.engine.budget.session_bytes
+        return SESSION_BYTES if self.shares_connection() else self.store.budget.session_bytes
 
     # What its owner knows
 
@@ -276,7 +276,7 @@ class Session(Peer):
         else:
             self.out.append(value)
             self.unsent += len(value)
-        self.engine.hub.pending_flush.append(self)
+        self.store.hub.pending_flush.append(self)
 
     def grant(self, length: int, item: Framed | None) -> None:
         """Send the end of a wait for an item."""
@@ -286,8 +286,8 @@ class Session(Peer):
             return
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
-        self.engine.hub.pending_flush.append(self)
+        self.store.hub.pending_flush.append(self)
 
-    def pass_over(self, queue: bytes) -> bool:
+    def skip_suspended(self, queue: bytes) -> bool:
         owner = self.owner
-        return isinstance(owner, Owner) and owner.pass_over(self.engine, queue)
+        return isinstance(owner, Owner) and owner.skip_suspended(self.store, queue)

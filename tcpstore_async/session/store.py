@@ -150,7 +150,7 @@ class Store(Table):
         """The reply to LIST_KEYS that is being made in steps."""
         hub.stores[self] = None
 
-    def take_apart(self) -> None:
+    def dispose(self) -> None:
         """Break the cycles of a store that has ended: nothing has to wait for the garbage collector."""
         self.clear()
         self.guards.clear()

@@ -16,10 +16,10 @@ from .store import Store
 class Transport(Owner):
     """What moves a session's bytes, as far as sessions and servers know it."""
 
-    def __init__(self, engine: Store, host: str, port: int, connected_at: float) -> None:
+    def __init__(self, store: Store, host: str, port: int, connected_at: float) -> None:
         self.single: Keeper | None = None
         """What keeps the session when the connection breaks."""
-        self.session: ServerSession = ServerSession(engine, self, host, port, connected_at)
+        self.session: ServerSession = ServerSession(store, self, host, port, connected_at)
 
     def flush(self) -> None:
         """Send the session's replies, as far as its peer takes them."""

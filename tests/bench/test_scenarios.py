@@ -68,7 +68,7 @@ def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.memory])
 def test_a_scenario_measures_in_memory(name: str) -> None:
-    found = without_sockets(name, 4000, LIMIT)  # more than the engine wakes in one step
+    found = without_sockets(name, 4000, LIMIT)  # more than the store wakes in one step
     assert found.wall > 0
     assert found.operations >= 4000
 

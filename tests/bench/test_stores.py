@@ -1,4 +1,4 @@
-"""What `bench/stores.py` measures comes to an end, and leaves nothing in the engine."""
+"""What `bench/stores.py` measures comes to an end, and leaves nothing in the store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from bench import processes, stores
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_what_is_measured_leaves_no_store(observed: bool) -> None:
-    engines = stores.Engines(observed)
+    served = stores.Served(observed)
     for _ in range(3):
-        engines.store(engines.pair())
-        engines.two_joins(engines.pair())
-    assert engines.named.created == 3
-    assert not engines.named.stores
-    assert not engines.named.ending
+        served.store(served.pair())
+        served.two_joins(served.pair())
+    assert served.named.created == 3
+    assert not served.named.stores
+    assert not served.named.ending
 
 
 def test_what_is_measured_is_not_what_the_working_directory_has(

@@ -971,7 +971,7 @@ def test_a_late_reply_to_link_is_taken_by_the_next_call(port: int) -> None:
             with proxy._lock, pytest.raises(DeadlineExceeded):  # nothing is carried
                 connection.open_link(Deadline(0.01))
             assert not connection.broken
-            connection.settle(Deadline(LIMIT))
+            connection.drain_abandoned_calls(Deadline(LIMIT))
             assert connection.link is not None
             connection.open_link(Deadline(LIMIT))
             call = connection.request(NO_KEY, Deadline(LIMIT))

@@ -184,4 +184,4 @@ def test_an_acknowledgement_that_was_sent_in_part_ends_the_connection() -> None:
             theirs.recv(1 << 16) == BY_METHOD["taken"].prefix + connection.counted().received.to_bytes(8, "little")[:2]
         )
         with pytest.raises(ConnectionError):
-            connection.settle(Deadline(LIMIT))
+            connection.drain_abandoned_calls(Deadline(LIMIT))

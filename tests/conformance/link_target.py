@@ -1,6 +1,6 @@
 """A target whose peers are sessions on a link: scripts are played through batches, and through connections that break.
 
-As the engine's targets, without I/O. All that a peer says has been executed and answered before the script goes on.
+As the store's targets, without I/O. All that a peer says has been executed and answered before the script goes on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tcpstore_async.wire.link import REPLY_CREDIT_BYTES
 
 
 class _Carrier(Transport):
-    def __init__(self, engine: Store, target: LinkTarget) -> None:
-        super().__init__(engine, "127.0.0.1", 1, 0.0)
+    def __init__(self, store: Store, target: LinkTarget) -> None:
+        super().__init__(store, "127.0.0.1", 1, 0.0)
         self.target = target
 
     def flush(self) -> None:
@@ -54,13 +54,13 @@ class LinkPeer(Stream):
 
 
 class LinkTarget:
-    """An engine to which all peers are connected by one link."""
+    """A store to which all peers are connected by one link."""
 
     def __init__(
-        self, cut: Cut = whole, breaks: random.Random | None = None, engine: Store | None = None, reads: bool = True
+        self, cut: Cut = whole, breaks: random.Random | None = None, store: Store | None = None, reads: bool = True
     ) -> None:
-        self.engine = engine or Store(Limits())
-        self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
+        self.store = store or Store(Limits())
+        self.registry = attach_features(self.store, "a store", "none", 30.0).links
         self.link = ClientLink()
         self.cut = cut
         self.breaks = breaks
@@ -115,14 +115,14 @@ class LinkTarget:
             self.exchange()
 
     def stop_server(self) -> None:
-        raise AssertionError("an engine has no server to stop")
+        raise AssertionError("a store has no server to stop")
 
     def finish(self) -> None:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.peers:
             self.close(peer)
-        keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.budget.unfinished) == (
+        keyspace = self.store.keyspace
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.store.budget.unfinished) == (
             {},
             {},
             {},
@@ -137,7 +137,7 @@ class LinkTarget:
         self.link.disconnect()
 
     def dial(self) -> None:
-        self.carrier = _Carrier(self.engine, self)
+        self.carrier = _Carrier(self.store, self)
         self.up = self.down = b""
         self.carrier.session.receive(self.link.request())
         self.carrier.flush()
@@ -183,12 +183,12 @@ class LinkTarget:
     def serve(self) -> None:
         if self.carrier.session.out:
             self.carrier.flush()
-        serve(self.engine, self.registry)
+        serve(self.store, self.registry)
 
 
-def serve(engine: Store, registry: LinkRegistry) -> None:
+def serve(store: Store, registry: LinkRegistry) -> None:
     """Do what a server does after a command, until nothing is left to do."""
-    keyspace, pending, attaching = engine.keyspace, engine.hub.pending_flush, registry.attaching
+    keyspace, pending, attaching = store.keyspace, store.hub.pending_flush, registry.attaching
     more = True
     while more or pending:
         while attaching:
@@ -202,6 +202,6 @@ def serve(engine: Store, registry: LinkRegistry) -> None:
             transport = woken.owner
             if isinstance(transport, Transport):
                 transport.flush()
-                if woken in engine.hub.evicted:
+                if woken in store.hub.evicted:
                     transport.close()
         more = registry.work()

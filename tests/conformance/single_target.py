@@ -1,6 +1,6 @@
 """A target whose peers have a single link each: scripts are played through connections that break.
 
-As the engine's targets, without I/O. All that a peer says has been executed and answered before the script goes on.
+As the store's targets, without I/O. All that a peer says has been executed and answered before the script goes on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ VALIDATE = BY_METHOD["validate"].prefix + MAGIC.to_bytes(4, "little")
 class Wire(Transport):
     """A connection that carries so many bytes of replies as its peer says."""
 
-    def __init__(self, engine: Store) -> None:
-        super().__init__(engine, "127.0.0.1", 1, 0.0)
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, "127.0.0.1", 1, 0.0)
         self.down = bytearray()
         self.is_closed = False
 
@@ -60,7 +60,7 @@ class SinglePeer:
 
     def __init__(self, target: SingleTarget) -> None:
         self.target = target
-        self.wire = Wire(target.engine)
+        self.wire = Wire(target.store)
         self.link: ClientSingleLink | None = None
         self.heard = bytearray()
         self.said = 0
@@ -73,7 +73,7 @@ class SinglePeer:
         if link is None:
             link = ClientSingleLink()
         else:
-            self.wire = Wire(target.engine)
+            self.wire = Wire(target.store)
             self.wire.session.receive(VALIDATE)
         command = BY_METHOD["link"]
         self.wire.session.receive(command.prefix + command.request.encode(link.fields()))
@@ -120,11 +120,11 @@ class SinglePeer:
 
 
 class SingleTarget:
-    """An engine to which each peer is connected by a single link."""
+    """A store to which each peer is connected by a single link."""
 
     def __init__(self, cut: Cut = whole, breaks: random.Random | None = None) -> None:
-        self.engine = Store(Limits())
-        self.registry = attach_features(self.engine, "an engine", "none", 30.0).links
+        self.store = Store(Limits())
+        self.registry = attach_features(self.store, "a store", "none", 30.0).links
         self.cut = cut
         self.breaks = breaks
         """Chooses where the connection breaks, if it does."""
@@ -140,7 +140,7 @@ class SingleTarget:
             piece, data = data[:count], data[count:]
             one.said += len(piece)
             one.carry(piece)
-            if one.wire.session.table is self.engine.commands and not one.wire.is_closed:
+            if one.wire.session.table is self.store.commands and not one.wire.is_closed:
                 one.dial()
         link = one.link
         for piece in self.cut(data) if link is not None and data else ():
@@ -181,17 +181,17 @@ class SingleTarget:
         self.serve()
 
     def stop_server(self) -> None:
-        raise AssertionError("an engine has no server to stop")
+        raise AssertionError("a store has no server to stop")
 
     def finish(self) -> None:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.peers:
             self.close(peer)
-        engine = self.engine
-        keyspace = engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, engine.budget.unfinished) == ({}, {}, {}, 0)
-        assert (self.registry.singles, self.registry.suspended, engine.budget.holders) == ({}, {}, {})
-        assert engine.budget.pins == {}
+        store = self.store
+        keyspace = store.keyspace
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, store.budget.unfinished) == ({}, {}, {}, 0)
+        assert (self.registry.singles, self.registry.suspended, store.budget.holders) == ({}, {}, {})
+        assert store.budget.pins == {}
 
     def serve(self) -> None:
-        serve(self.engine, self.registry)
+        serve(self.store, self.registry)

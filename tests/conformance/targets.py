@@ -1,4 +1,4 @@
-"""The servers a script is played to: the pure engine, our running servers, PyTorch's own.
+"""The servers a script is played to: sessions in memory, our running servers, PyTorch's own.
 
 Nothing here sleeps and hopes. On sockets, "the server has dealt with that" is known by round trips on a connection of
 its own: a server of one thread serves its connections in the order in which their bytes arrived, so what was sent
@@ -70,7 +70,7 @@ def play(script: Script, target: Target, *, torch: bool = False) -> None:
             assert not last.data, f"{script.name}: at the end {peer} still hears {last}"
 
 
-# The pure engine
+# Sessions in memory
 
 Cut = Callable[[bytes], list[bytes]]
 
@@ -102,11 +102,11 @@ def at_random(seed: str) -> Cut:
 
 
 class EngineTarget:
-    """An engine without connections: a peer receives what its session puts out."""
+    """A store without connections: a peer receives what its session puts out."""
 
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
-        self.engine = Store(limits or Limits())
-        attach_features(self.engine, "an engine", "none")
+        self.store = Store(limits or Limits())
+        attach_features(self.store, "a store", "none")
         self.cut = cut
         self.bulk = bulk
         """Receive large values into their own buffer, as the running server does."""
@@ -117,7 +117,7 @@ class EngineTarget:
 
     def connect(self, peer: str) -> None:
         assert peer not in self.sessions
-        self.sessions[peer] = ServerSession(self.engine, peer, "127.0.0.1", 1, 0.0)
+        self.sessions[peer] = ServerSession(self.store, peer, "127.0.0.1", 1, 0.0)
         self.pending[peer] = bytearray()
 
     def say(self, peer: str, data: bytes) -> None:
@@ -141,14 +141,14 @@ class EngineTarget:
             self._flush_others()
 
     def stop_server(self) -> None:
-        raise AssertionError("an engine has no server to stop")
+        raise AssertionError("a store has no server to stop")
 
     def finish(self) -> None:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.sessions:
             self.close(peer)
-        keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.budget.unfinished) == (
+        keyspace = self.store.keyspace
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.store.budget.unfinished) == (
             {},
             {},
             {},
@@ -187,10 +187,10 @@ class EngineTarget:
         session.unsent = 0
 
     def _flush_others(self) -> None:
-        while self.engine.keyspace.work:
-            self.engine.keyspace.step()
-        while self.engine.hub.pending_flush:
-            session = self.engine.hub.pending_flush.pop()
+        while self.store.keyspace.work:
+            self.store.keyspace.step()
+        while self.store.hub.pending_flush:
+            session = self.store.hub.pending_flush.pop()
             if session.owner is not None:
                 self._flush(session)
 

@@ -1,4 +1,4 @@
-"""Every recorded vector and every case of our own, on the pure engine, on our servers, and on PyTorch's as the control.
+"""Every recorded vector and every case of our own, on sessions in memory, our servers, and PyTorch's as the control.
 
 The control hears PyTorch's answers where ours are mended: so each defect we mend has a test that PyTorch's server
 fails. What the extension does is not said to PyTorch's server; the control of it shows why.
@@ -98,16 +98,16 @@ def test_engine_that_is_observed(script: Script) -> None:
     """A history makes no difference to a peer, even if it forgets all the time."""
     for most_bytes in (2**30, 2048):
         target = EngineTarget(at_random(script.name))
-        target.engine.observe(History(target.engine, most_bytes))
+        target.store.observe(History(target.store, most_bytes))
         play(script, target)
         target.finish()
 
 
 @every_on_the_engine
 def test_link_to_an_engine_that_is_observed(script: Script) -> None:
-    engine = Store(Limits())
-    engine.observe(History(engine))
-    target = LinkTarget(engine=engine)
+    store = Store(Limits())
+    store.observe(History(store))
+    target = LinkTarget(store=store)
     play(script, target)
     target.finish()
 

@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("command", [b"\x0c", b"\x0a" + u64(0)], ids=["CANCEL_WAIT", "MULTI_GET of nothing"])
-async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
+async def test_a_flood_is_deferred_once_at_a_time(command: bytes) -> None:
     """A peer that sends faster than it is served is put off once, however often the kernel reports it."""
     flood = command * (MIB // len(command))
     longest = 0
@@ -49,8 +49,8 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
         looks = 0
         while looks < 30:
             await asyncio.sleep(0)
-            longest = max(longest, len(server._put_off))
-            looks += len(server._put_off) > 0
+            longest = max(longest, len(server._deferred))
+            looks += len(server._deferred) > 0
 
     async with serve() as server:
         assert isinstance(server, UvServer)
@@ -69,11 +69,11 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
 
 
 def test_an_announcement_counts_what_has_arrived() -> None:
-    engine = Store(Limits())
+    store = Store(Limits())
     for _ in range(1000):
-        session = ServerSession(engine, None, "127.0.0.1", 1, 0.0)
+        session = ServerSession(store, None, "127.0.0.1", 1, 0.0)
         session.receive(HANDSHAKE + b"\x01" + blob(b"/a") + u64(8 * MIB) + b"0123456789")
-    assert engine.budget.unfinished < 1000 * 50
+    assert store.budget.unfinished < 1000 * 50
 
 
 async def test_a_bound_socket_is_listened_on(backend: str) -> None:

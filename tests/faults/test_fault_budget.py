@@ -128,7 +128,7 @@ async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send
         with server.lock:
             [carrier] = server.links.links.values()
             assert carrier.carrier is not None
-            server.engine.hub.pending_flush.extend([carrier.carrier] * 1000)
+            server.store.hub.pending_flush.extend([carrier.carrier] * 1000)
         server.stop()
         link.receive(await reader.read())
         assert link.is_over
@@ -168,7 +168,7 @@ class Defect(Exception):
 
 
 @pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
-@pytest.mark.parametrize("method", ["receive", "go_on"])
+@pytest.mark.parametrize("method", ["receive", "resume_reading"])
 async def test_an_internal_error_of_one_connection_does_not_lose_events_of_others(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +189,7 @@ async def test_an_internal_error_of_one_connection_does_not_lose_events_of_other
                 working(self, *arguments)
 
             monkeypatch.setattr(owner, method, fail)
-            sending = [(second, whole)] if method == "go_on" else [(first, broken), (second, whole)]
+            sending = [(second, whole)] if method == "resume_reading" else [(first, broken), (second, whole)]
             for peer, connection in sending:  # the broken one goes on if it turns out that there is nothing to read
                 peer.send(b"\x0dpong")
                 select.select([connection.fd], [], [], LIMIT)

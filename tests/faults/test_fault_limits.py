@@ -120,7 +120,7 @@ COMPLETE = {
 }  # fmt: skip
 
 
-def tidy(other: RawPeer) -> None:
+def check_partial_send(other: RawPeer) -> None:
     """Remove what legitimate requests before the offence have stored."""
     for at in range(0, 8000, 100):
         other.ask(b"".join(b"\x08" + blob(b"/f/%d" % i) for i in range(at, at + 100)), 8 * 100)
@@ -182,7 +182,7 @@ def test_what_goes_over_a_limit_closes(server: Server, other: RawPeer, name: str
     with RawPeer(server.port) as peer:
         peer.ping()
         offend(peer, COMPLETE[name].frames)
-    tidy(other)
+    check_partial_send(other)
 
 
 @pytest.mark.parametrize("cut", [0, 20, 1500, 2500])
@@ -286,7 +286,7 @@ def test_a_full_store_still_answers(server: Server, other: RawPeer) -> None:
     assert number(other, b"\x08" + blob(b"/f/3")) == 1
     other.send(b"\x01" + blob(b"/f/4") + blob(b"z" * 1000))
     other.ping()
-    tidy(other)
+    check_partial_send(other)
 
 
 def test_a_frame_within_every_limit_is_served(server: Server, other: RawPeer) -> None:

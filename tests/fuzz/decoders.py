@@ -259,9 +259,9 @@ def link_server(data: bytes) -> None:
     """However the bytes are cut, the same is executed and sent; in the end nothing is held."""
     outcomes = []
     for size in (max(1, len(data)), 1, 11):
-        engine = Store(Limits(sessions=3))
-        registry = LinkRegistry(engine, "one", 30.0)
-        carrier = ServerSession(engine, None, "h", 1, 0.0)
+        store = Store(Limits(sessions=3))
+        registry = LinkRegistry(store, "one", 30.0)
+        carrier = ServerSession(store, None, "h", 1, 0.0)
         items = {b"version": b"1", b"id": bytes(16), b"secret": bytes(16)}
         registry.open(carrier, [(name, pack(text)) for name, text in items.items()])
         link = registry.links[bytes(16)]
@@ -273,27 +273,27 @@ def link_server(data: bytes) -> None:
                     carrier.receive(b"")
         except PeerError as refusal:
             error = str(refusal)
-        _flush(engine, registry)
+        _flush(store, registry)
         carrier.leave()
         sessions = sorted(link.sessions)
-        stored = sorted(engine.keyspace.values)
+        stored = sorted(store.keyspace.values)
         registry.tick(100.0)
-        _flush(engine, registry)
+        _flush(store, registry)
         outcomes.append((error, link.taken, sessions, stored))
-        if engine.budget.others or engine.budget.unfinished or registry.sessions or engine.keyspace.waiters:
-            raise Broken(f"{engine.budget.others} bytes are counted for nobody")
+        if store.budget.others or store.budget.unfinished or registry.sessions or store.keyspace.waiters:
+            raise Broken(f"{store.budget.others} bytes are counted for nobody")
     if outcomes[1:] != outcomes[:-1]:
         raise Broken(f"{outcomes}")
 
 
-def _flush(engine: Store, registry: LinkRegistry) -> None:
+def _flush(store: Store, registry: LinkRegistry) -> None:
     more = True
-    while more or engine.hub.pending_flush:
-        while engine.hub.pending_flush:
-            session = engine.hub.pending_flush.pop()
+    while more or store.hub.pending_flush:
+        while store.hub.pending_flush:
+            session = store.hub.pending_flush.pop()
             if isinstance(session.owner, Transport):
                 session.owner.flush()
-                if session in engine.hub.evicted:
+                if session in store.hub.evicted:
                     session.owner.close()
         more = registry.work()
 
@@ -315,13 +315,13 @@ def link_request(data: bytes) -> None:
     """
     outcomes = []
     for size in (max(1, len(data)), 1, 13):
-        engine = Store(Limits(links=2, sessions=4))
-        registry = LinkRegistry(engine, "one", 30.0)
-        owner = ServerSession(engine, None, "h", 1, 0.0)
+        store = Store(Limits(links=2, sessions=4))
+        registry = LinkRegistry(store, "one", 30.0)
+        owner = ServerSession(store, None, "h", 1, 0.0)
         owner.receive(_HELLO + _items(version=b"1", id=_KNOWN, secret=_SECRET, place=b"here", attempt=b"3"))
         owner.receive(_batch(1, (1, 1, b"\7\0127.0.0.1"), (0, 1, _HELLO)))
         link = registry.links[_KNOWN]
-        stranger = ServerSession(engine, None, "h", 2, 0.0)
+        stranger = ServerSession(store, None, "h", 2, 0.0)
         stranger.receive(_HELLO)
         stranger.out.clear()
         request = _LINK.prefix + data
@@ -334,7 +334,7 @@ def link_request(data: bytes) -> None:
                 reply = str(read_reply(out[8 : 8 + int.from_bytes(out[:8], "little")]))
         except PeerError as refusal:
             error = type(refusal).__name__
-        _flush(engine, registry)
+        _flush(store, registry)
         if _SECRET not in data and b"here" not in data and (registry.links.get(_KNOWN) is not link or link.over):
             raise Broken("a stranger has ended a link")
         if _SECRET not in data and registry.links.get(_KNOWN) is link and link.carrier is not owner:
@@ -347,9 +347,9 @@ def link_request(data: bytes) -> None:
             session.leave()
         registry.tick(100.0)
         registry.tick(200.0)
-        _flush(engine, registry)
-        if engine.budget.others or engine.budget.unfinished or registry.sessions or registry.links or registry.singles:
-            raise Broken(f"{engine.budget.others} bytes are counted for nobody")
+        _flush(store, registry)
+        if store.budget.others or store.budget.unfinished or registry.sessions or registry.links or registry.singles:
+            raise Broken(f"{store.budget.others} bytes are counted for nobody")
     if outcomes[1:] != outcomes[:-1]:
         raise Broken(f"{outcomes}")
 
@@ -415,22 +415,22 @@ def token(data: bytes) -> None:
 
 def auth(data: bytes) -> None:
     """On a server that requires a token with a prefix, nothing else is ever stored, or awaited, whatever is sent."""
-    engine = Store(Limits())
-    engine.identify(b'{"server":"tcpstore_async","version":"1","extension":8,"instance":"i"}')
-    engine.hub.auth.require_auth = ALL
-    engine.hub.auth.authenticate = lambda given: _KEYS.check(given, 0)
-    session = ServerSession(engine, None, "10.0.0.7", 1, 0.0)
+    store = Store(Limits())
+    store.identify(b'{"server":"tcpstore_async","version":"1","extension":8,"instance":"i"}')
+    store.hub.auth.require_auth = ALL
+    store.hub.auth.authenticate = lambda given: _KEYS.check(given, 0)
+    session = ServerSession(store, None, "10.0.0.7", 1, 0.0)
     try:
         session.receive(bytes.fromhex("00cef7853c") + data)
         while session.incremental is not None:
             session.receive(b"")
     except PeerError as error:
         _demand(str(error).isprintable(), "a line of the log is broken")
-    keyspace = engine.keyspace
+    keyspace = store.keyspace
     for key in (*keyspace.values, *keyspace.queues, *keyspace.waiters):
         _demand(key.startswith(b"/job/"), f"{key!r} is outside of the prefix")
     session.leave()
-    _demand(not engine.hub.auth.granted and not engine.hub.unvalidated, "a session that has left is remembered")
+    _demand(not store.hub.auth.granted and not store.hub.unvalidated, "a session that has left is remembered")
 
 
 def auth_reply(data: bytes) -> None:

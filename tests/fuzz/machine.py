@@ -35,11 +35,11 @@ class Broken(AssertionError):
 
 
 class Machine:
-    """A few sessions on one engine, and the transport's part of the contract."""
+    """A few sessions on one store, and the transport's part of the contract."""
 
     def __init__(self) -> None:
-        self.engine = Store(LIMITS)
-        self.engine.identify(IDENTITY)
+        self.store = Store(LIMITS)
+        self.store.identify(IDENTITY)
         self.sessions: list[ServerSession | None] = [None] * SLOTS
         self.refused = 0
         self.sent = 0
@@ -47,7 +47,7 @@ class Machine:
     def session(self, slot: int, greet: bool) -> ServerSession:
         session = self.sessions[slot]
         if session is None:
-            session = self.sessions[slot] = ServerSession(self.engine, slot, "::1", slot, 0.0)
+            session = self.sessions[slot] = ServerSession(self.store, slot, "::1", slot, 0.0)
             if greet:
                 session.receive(HANDSHAKE)
         return session
@@ -96,31 +96,31 @@ class Machine:
 
     def check(self) -> None:
         """What must hold between any two instructions."""
-        engine = self.engine
+        store = self.store
         present = [session for session in self.sessions if session is not None]
-        for session in engine.hub.pending_flush:
-            if session.owner is not None and not session.out and session not in engine.hub.evicted:
+        for session in store.hub.pending_flush:
+            if session.owner is not None and not session.out and session not in store.hub.evicted:
                 raise Broken("a session without output is to be flushed")
-        evicted = [session for session in present if session in engine.hub.evicted]
+        evicted = [session for session in present if session in store.hub.evicted]
         if evicted:
             self.refused += len(evicted)
             for session in evicted:
                 self.leave(self.sessions.index(session))
             self.check()
             return
-        engine.hub.pending_flush.clear()
-        if engine.budget.unfinished != sum(session.held for session in present):
+        store.hub.pending_flush.clear()
+        if store.budget.unfinished != sum(session.held for session in present):
             raise Broken("unfinished is not the sum of what is held")
         leases = sum(len(session.leases) for session in present if session.leases is not None)
-        queues = len(engine.keyspace.queues)
-        used = engine.budget.used()
+        queues = len(store.keyspace.queues)
+        used = store.budget.used()
         # What is leased, or given back, must not keep a full store full.
         if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
             raise Broken(f"used: {used}")
-        others = sum(engine.budget.session_bytes + session.held + session.introduction_bytes() for session in present)
-        others += engine.key_lists.size
-        if engine.budget.others != others:
-            raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")
+        others = sum(store.budget.session_bytes + session.held + session.introduction_bytes() for session in present)
+        others += store.key_lists.size
+        if store.budget.others != others:
+            raise Broken(f"counted beside the store: {store.budget.others}, held {others}")
         for session in present:
             if session.unsent != sum(map(len, session.out)):
                 raise Broken("unsent is not what is in out")
@@ -137,23 +137,17 @@ class Machine:
         for slot in range(SLOTS):
             self.leave(slot)
         self.check()
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         while keyspace.work:
             keyspace.step()
-        if (
-            keyspace.waiters
-            or keyspace.stale
-            or keyspace.counters
-            or keyspace.handoffs
-            or self.engine.budget.unfinished
-        ):
+        if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.store.budget.unfinished:
             raise Broken("a session that left is still registered")
         for key in list(keyspace.values):
             keyspace.delete_key(key)
         for key in list(keyspace.queues):
             while keyspace.queue_len(key):
                 keyspace.queue_pop(key)
-        used = self.engine.budget.used() - self.engine.key_lists.size
+        used = self.store.budget.used() - self.store.key_lists.size
         if keyspace.size or keyspace.parked or used:
             raise Broken(f"{used} bytes of an empty store")
         if keyspace.get(SERVER_KEY) != pack(IDENTITY):

@@ -1,4 +1,4 @@
-"""Many sessions on one engine, in memory, each step compared with the model.
+"""Many sessions on one store, in memory, each step compared with the model.
 
 A step is a plain tuple, so a run can be recorded, replayed and shrunk:
 
@@ -115,7 +115,7 @@ STEP_SECONDS = 20.0
 """Between two steps: so what is remembered for ten minutes is forgotten within a schedule."""
 
 RESERVED = {SERVER_KEY: b'{"server":"this"}', JOINS_KEY: b"3"}
-"""The reserved keys of engine and model."""
+"""The reserved keys of store and model."""
 
 
 class Command:
@@ -171,28 +171,28 @@ class Connection:
 
 
 class Fleet:
-    """Run steps on an engine and on the model at once. Raises Difference."""
+    """Run steps on a store and on the model at once. Raises Difference."""
 
     def __init__(self, slots: int, soft: int = MIB, lists: int = 0) -> None:
         """`lists` limits the bytes of the lists of keys that the server remembers; 0 means the default."""
         self.soft = soft
-        self.engine = Store(Limits(unsent_high_water=soft))
+        self.store = Store(Limits(unsent_high_water=soft))
         if lists:
-            self.engine.key_lists.capacity = lists
-            self.engine.keyspace.max_kept_reply = lists // 8
+            self.store.key_lists.capacity = lists
+            self.store.keyspace.max_kept_reply = lists // 8
         self.model = Model()
-        self.engine.identify(RESERVED[SERVER_KEY])
-        self.engine.announce(int(RESERVED[JOINS_KEY]))
+        self.store.identify(RESERVED[SERVER_KEY])
+        self.store.announce(int(RESERVED[JOINS_KEY]))
         self.model.reserved = RESERVED
         self.now = 0.0
         """The server's clock, in seconds."""
-        self.model.now = self.engine.keyspace.clock = lambda: self.now
+        self.model.now = self.store.keyspace.clock = lambda: self.now
         self.connections: list[Connection | None] = [None] * slots
         self.done = 0
         """Commands executed."""
 
     def new_session(self, slot: int) -> ServerSession:
-        return ServerSession(self.engine, slot, "::1", slot, 0.0)
+        return ServerSession(self.store, slot, "::1", slot, 0.0)
 
     def apply(self, step: Step) -> None:
         kind, slot, commands, keep = step
@@ -271,7 +271,7 @@ class Fleet:
 
     def _finish_steps(self, session: ServerSession) -> None:
         """Finish commands that are carried out in steps: the model executes a command at once."""
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         while session.incremental is not None:
             session.receive(b"")
         while keyspace.work:
@@ -279,7 +279,7 @@ class Fleet:
 
     def _compare(self, connection: Connection | None) -> None:
         """Compare what each peer was sent since the last comparison."""
-        pending_flush = self.engine.hub.pending_flush
+        pending_flush = self.store.hub.pending_flush
         woken = self.model.woken
         if connection is not None:
             self._compare_output(connection)
@@ -337,8 +337,8 @@ class Fleet:
 
     def check(self) -> None:
         """Check the invariants that hold between any two steps."""
-        engine, model = self.engine, self.model
-        keyspace = engine.keyspace
+        store, model = self.store, self.model
+        keyspace = store.keyspace
         connections = [connection for connection in self.connections if connection is not None]
         sessions = [connection.session for connection in connections]
         _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
@@ -352,7 +352,7 @@ class Fleet:
             [s.handoff and s.handoff.queue for s in sessions],
         )
         carriers = self.carriers()
-        _same("unfinished", engine.budget.unfinished, sum(session.held for session in [*sessions, *carriers]))
+        _same("unfinished", store.budget.unfinished, sum(session.held for session in [*sessions, *carriers]))
         recount = sum(len(key) + ENTRY_BYTES + cost(value) for key, value in keyspace.values.items())
         counted_queues = {*keyspace.queues, *keyspace.leased}
         _same("queues that count", keyspace.queue_count, len(counted_queues))
@@ -388,11 +388,11 @@ class Fleet:
         weights += sum(group.weight for group in groups)
         _same("weights", weights, keyspace.parked)
         others = sum(
-            engine.budget.session_bytes + session.held + session.introduction_bytes()
+            store.budget.session_bytes + session.held + session.introduction_bytes()
             for session in [*sessions, *carriers]
         )
         others += self._check_key_lists() + self.counted_for_links()
-        _same("counted beside the store", engine.budget.others, others)
+        _same("counted beside the store", store.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
         parked.update((id(counter), set()) for counter in keyspace.counters.values())
@@ -440,8 +440,8 @@ class Fleet:
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
-            awaited = session in engine.hub.unvalidated or session in engine.hub.unvalidated_on_links
-            _same("validated", not awaited, session.table is engine.guards.table_of(session))
+            awaited = session in store.hub.unvalidated or session in store.hub.unvalidated_on_links
+            _same("validated", not awaited, session.table is store.guards.table_of(session))
 
     def check_output(self, connection: Connection) -> None:
         session, peer = connection.session, connection.peer
@@ -457,7 +457,7 @@ class Fleet:
 
     def _check_groups(self) -> list[SharedWait]:
         """Check the groups that are registered, and return them."""
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         counts: dict[SharedWait, dict[bytes, int]] = {}
         for key, waiters in registered(keyspace).items():
             for waiter, count in waiters.items():
@@ -475,7 +475,7 @@ class Fleet:
 
     def _check_key_lists(self) -> int:
         """Check what is kept for lists of keys, and return the bytes that it counts."""
-        keyspace, cache = self.engine.keyspace, self.engine.key_lists
+        keyspace, cache = self.store.keyspace, self.store.key_lists
         tracked: dict[bytes, object] = {}
         for first, listed in cache.lists.items():
             if not listed.raw.startswith(first):
@@ -504,8 +504,8 @@ class Fleet:
         """Check the rounds of agents, and return the bytes that are to be counted for them."""
         model = self.model.meetings
         counted = 0
-        _same("rounds", list(self.engine.keyspace.rounds), list(model))
-        for key, rounds in self.engine.keyspace.rounds.items():
+        _same("rounds", list(self.store.keyspace.rounds), list(model))
+        for key, rounds in self.store.keyspace.rounds.items():
             meeting = model[key]
             _same("round", (rounds.round, rounds.formed), (meeting.round, meeting.ranks is not None))
             _same("closed", rounds.closed, meeting.closed)
@@ -523,7 +523,7 @@ class Fleet:
             size = ROUNDS_BYTES + sum(AGENT_BYTES + len(agent.name) for agent in kept)
             _same("the size of rounds", (rounds.size, rounds.counted), (size, size))
             counted += len(key) + size
-        ended = {key: (one.at, one.count, one.names) for key, one in self.engine.keyspace.ended.items()}
+        ended = {key: (one.at, one.count, one.names) for key, one in self.store.keyspace.ended.items()}
         expected = {key: (at, len(names), names[:MOST_NAMED]) for key, (at, names) in self.model.ended.items()}
         _same("the jobs that have ended", list(ended.items()), list(expected.items()))
         for key, (_, _, names) in ended.items():
@@ -531,7 +531,7 @@ class Fleet:
         return counted
 
     def _check_counters(self) -> None:
-        keyspace, model = self.engine.keyspace, self.model
+        keyspace, model = self.store.keyspace, self.model
         standing = registrations(keyspace)
         sessions = {
             id(connection.session): connection.peer for connection in self.connections if connection is not None
@@ -571,12 +571,12 @@ class Fleet:
             if connection is not None:
                 self._leave(slot, connection)
         self.check()
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         _same("waiters", (len(keyspace.waiters), len(keyspace.stale)), (0, 0))
         _same("hand-offs", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("represented", len(keyspace.represented), 0)
-        _same("unfinished", self.engine.budget.unfinished, 0)
+        _same("unfinished", self.store.budget.unfinished, 0)
         for key, raw in RESERVED.items():
             _same("reserved", unpack(keyspace.reserved[key]), raw)
         wipe = [Command("delete_key", key) for key in self.model.store]

@@ -186,12 +186,12 @@ class LimitedModel(Model):
                     self.ended.pop(key, None)  # nothing is remembered that there is no room for
 
 
-def compare_usage(engine: Store, model: LimitedModel) -> None:
+def compare_usage(store: Store, model: LimitedModel) -> None:
     """Check that what is counted for each token is what there is. Raises Difference."""
-    if engine.keyspace.account is not None:
+    if store.keyspace.account is not None:
         raise Difference("something is counted for nobody's command")
     for prefix in PREFIXES:
-        usage = engine.hub.auth.usage.get(f"t-{prefix}")
+        usage = store.hub.auth.usage.get(f"t-{prefix}")
         found = (0, 0) if usage is None else (usage.keys, usage.bytes)
         expected = model.measure(b"/" + prefix.encode())
         if found != expected:
@@ -199,7 +199,7 @@ def compare_usage(engine: Store, model: LimitedModel) -> None:
 
 
 class LimitedFleet(Fleet):
-    """Run steps on an engine and on the model at once. Peers with even numbers have the first token."""
+    """Run steps on a store and on the model at once. Peers with even numbers have the first token."""
 
     def __init__(self, slots: int, soft: int, most_keys: int, most_bytes: int) -> None:
         super().__init__(slots, soft)
@@ -209,7 +209,7 @@ class LimitedFleet(Fleet):
         limits = {b"/" + prefix.encode(): (most_keys, most_bytes) for prefix in PREFIXES}
         self.model = self.limited = LimitedModel(limits)
         self.model.now = lambda: self.now
-        self.engine.identify(identity("this server", "uv"))
+        self.store.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
         session = super().new_session(slot)
@@ -222,11 +222,11 @@ class LimitedFleet(Fleet):
         if kind == "evict":
             if connection is not None:
                 connection.session.evict(ProtocolError("for this test"))
-                self.engine.hub.pending_flush.remove(connection.session)
+                self.store.hub.pending_flush.remove(connection.session)
                 self._leave(slot, connection)
         else:
             super().apply(step)
-        compare_usage(self.engine, self.limited)
+        compare_usage(self.store, self.limited)
 
 
 class LimitedSteppedFleet(SteppedFleet):
@@ -236,8 +236,8 @@ class LimitedSteppedFleet(SteppedFleet):
         super().__init__(slots, portion)
         self.accesses = [Access(f"t-{prefix}", prefix=prefix, max_bytes=NO_LIMIT) for prefix in PREFIXES]
         self.model = self.limited = LimitedModel({}, portion)
-        self.model.now = self.engine.keyspace.clock = lambda: self.now
-        self.engine.identify(identity("this server", "uv"))
+        self.model.now = self.store.keyspace.clock = lambda: self.now
+        self.store.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
         session = super().new_session(slot)
@@ -246,7 +246,7 @@ class LimitedSteppedFleet(SteppedFleet):
 
     def settle(self) -> None:
         super().settle()
-        compare_usage(self.engine, self.limited)
+        compare_usage(self.store, self.limited)
 
 
 WEIGHTS = {

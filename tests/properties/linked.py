@@ -1,6 +1,6 @@
 """Sessions on links, in memory: the fleet's commands, batches cut anywhere, connections that break and are resumed.
 
-The server's half is real: engine, registry, carriers. So is the client's: `ClientLink`. What each batch contains is
+The server's half is real: store, registry, carriers. So is the client's: `ClientLink`. What each batch contains is
 decoded here once more, from `docs/links.md`; once the server has taken a batch, the model executes it. What a rank
 receives must be what the model has sent it, byte by byte, whatever happens to the connections in between.
 
@@ -67,8 +67,8 @@ def frames_of(batch: bytes) -> list[tuple[int, int, bytes]]:
 class Carrier(Transport):
     """The server's end of a connection."""
 
-    def __init__(self, engine: Store, client: Client) -> None:
-        super().__init__(engine, "10.0.0.7", 4, 0.0)
+    def __init__(self, store: Store, client: Client) -> None:
+        super().__init__(store, "10.0.0.7", 4, 0.0)
         self.client = client
         self.open = True
 
@@ -202,11 +202,11 @@ class Client:
 
 
 class LinkedFleet(Fleet):
-    """Run steps on an engine with links and on the model at once. Raises Difference."""
+    """Run steps on a store with links and on the model at once. Raises Difference."""
 
     def __init__(self, links: int, high_water: int = GIB, portion: int = 1000) -> None:
         super().__init__(0, high_water)
-        self.registry = LinkRegistry(self.engine, INSTANCE, 30.0, portion=portion)
+        self.registry = LinkRegistry(self.store, INSTANCE, 30.0, portion=portion)
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
         self.has_large = False
@@ -353,7 +353,7 @@ class LinkedFleet(Fleet):
             other.identity = client.link.identity
         if kind == 2:
             other.instance = ""
-        carrier = Carrier(self.engine, client)
+        carrier = Carrier(self.store, client)
         reply = self._request(carrier, other.request())
         if reply.status not in ("unknown", "refused") or (kind != 1 and reply.reason != "wrong secret"):
             raise Difference(f"an intruder was answered {reply}")
@@ -374,7 +374,7 @@ class LinkedFleet(Fleet):
         return LinkReply(**reply)
 
     def _connect(self, client: Client) -> None:
-        client.carrier = carrier = Carrier(self.engine, client)
+        client.carrier = carrier = Carrier(self.store, client)
         knew = client.link.instance
         reply = self._request(carrier, client.link.request())
         self.quiesce()
@@ -434,7 +434,7 @@ class LinkedFleet(Fleet):
 
     def quiesce(self) -> None:
         """Flush and work as a server does, until nothing is left to do."""
-        pending_flush = self.engine.hub.pending_flush
+        pending_flush = self.store.hub.pending_flush
         more = True
         while more or pending_flush:
             while pending_flush:
@@ -442,7 +442,7 @@ class LinkedFleet(Fleet):
                 transport = session.owner
                 if not isinstance(transport, Transport):
                     continue
-                failed = session in self.engine.hub.evicted
+                failed = session in self.store.hub.evicted
                 if session.out:
                     transport.flush()
                 if failed:
@@ -456,7 +456,7 @@ class LinkedFleet(Fleet):
                     for peer in peers:
                         peer.away = False
                     self.model.come_back(peers)
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
         self._drain()
 
     def _left(self) -> None:
@@ -561,7 +561,7 @@ class LinkedFleet(Fleet):
         for connection in self.connections:
             if connection is not None and connection.session.backlog is not None:
                 counted += connection.session.backlog.cost
-        return counted + sum(pin.cost for pin in self.engine.budget.pins.values())
+        return counted + sum(pin.cost for pin in self.store.budget.pins.values())
 
     def settle(self) -> None:
         """Let everything arrive: then each rank has received what the model has sent it."""
@@ -606,10 +606,10 @@ class LinkedFleet(Fleet):
         if self.connections or self.registry.links or self.registry.sessions or self.registry.places:
             raise Difference(f"{self.connections}, {self.registry.links} are left")
         self.check()
-        if self.engine.budget.others != self._check_key_lists():
-            raise Difference(f"{self.engine.budget.others} bytes are counted for nobody")
-        left = self.engine.hub.unvalidated or self.engine.hub.unvalidated_on_links
-        if self.engine.hub.evicted or left or self.engine.budget.holders:
+        if self.store.budget.others != self._check_key_lists():
+            raise Difference(f"{self.store.budget.others} bytes are counted for nobody")
+        left = self.store.hub.unvalidated or self.store.hub.unvalidated_on_links
+        if self.store.hub.evicted or left or self.store.budget.holders:
             raise Difference("a session that has left is known")
 
 

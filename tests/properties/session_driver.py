@@ -16,23 +16,23 @@ Outcome = tuple[bytes, str]
 """The replies to a peer, and why its connection was closed, if it was."""
 
 
-def session_on(engine: Store) -> ServerSession:
+def session_on(store: Store) -> ServerSession:
     """Return a session without input."""
-    return ServerSession(engine, None, "::1", 1, 0.0)
+    return ServerSession(store, None, "::1", 1, 0.0)
 
 
 def with_store_of(most: int) -> Store:
-    """Return an engine whose store alone is limited, so that no peer is evicted for another."""
-    engine = Store(Limits())
-    engine.budget.keyspace = engine.share.keyspace = Keyspace(Limits())
-    engine.keyspace.on_full = None
-    engine.keyspace.max_size = most
-    return engine
+    """Return a store of which the keyspace alone is limited, so that no peer is evicted for another."""
+    store = Store(Limits())
+    store.budget.keyspace = store.share.keyspace = Keyspace(Limits())
+    store.keyspace.on_full = None
+    store.keyspace.max_size = most
+    return store
 
 
-def greeted(engine: Store | None = None, limits: Limits | None = None) -> ServerSession:
+def greeted(store: Store | None = None, limits: Limits | None = None) -> ServerSession:
     """Return a session that has sent VALIDATE."""
-    session = session_on(engine or Store(limits or Limits()))
+    session = session_on(store or Store(limits or Limits()))
     session.receive(HANDSHAKE.frame)
     return session
 
@@ -102,9 +102,9 @@ def cut(data: bytes, cuts: Iterable[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in zip([0, *at], [*at, len(data)], strict=True)]
 
 
-def everything(engine: Store) -> object:
+def everything(store: Store) -> object:
     """Return all that is stored and awaited, in plain types."""
-    keyspace = engine.keyspace
+    keyspace = store.keyspace
     return (
         {key: unpack(framed(value)) for key, value in keyspace.values.items()},
         {key: list(map(unpack, items)) for key, items in keyspace.queues.items()},
@@ -121,9 +121,9 @@ def everything(engine: Store) -> object:
 
 
 NOTHING: object = ({}, {}, {}, {}, {}, {}, {}, {})
-"""What `everything` returns for an engine that holds nothing."""
+"""What `everything` returns for a store that holds nothing."""
 
 
-def measured(engine: Store) -> int:
+def measured(store: Store) -> int:
     """Return the size of the store in bytes."""
-    return engine.keyspace.size
+    return store.keyspace.size

@@ -1,4 +1,4 @@
-"""A fleet whose engine carries out nearly every command in steps, with the steps of all sessions mixed at random.
+"""A fleet whose store carries out nearly every command in steps, with the steps of all sessions mixed at random.
 
 Each command takes effect at one moment: what a write wakes, when it arrives, however late it is sent; a
 WAIT looks at each key in its step; a command that must first drop registrations, and a MULTI_SET that waits for another
@@ -44,11 +44,11 @@ class SteppedFleet(Fleet):
     def __init__(self, slots: int, portion: int) -> None:
         super().__init__(slots)
         self.portion = portion
-        self.engine = Store(Limits(), portion)
+        self.store = Store(Limits(), portion)
         self.model.portion = portion
-        self.engine.identify(next(iter(RESERVED.values())))
-        self.engine.announce(3)
-        self.engine.hub.pending_flush.clear()
+        self.store.identify(next(iter(RESERVED.values())))
+        self.store.announce(3)
+        self.store.hub.pending_flush.clear()
         self.under: list[Under | None] = [None] * slots
         self.steps = 0
         self.postponed = 0
@@ -63,7 +63,7 @@ class SteppedFleet(Fleet):
         session = connection.session
         if session.incremental is not None:
             return
-        if session.state == AWAITING_ITEM and self.engine.keyspace.queues:
+        if session.state == AWAITING_ITEM and self.store.keyspace.queues:
             return  # its own write would wake it before others, so it might lease an item that is theirs
         self.done += 1
         self._receive_from(slot, connection, command, command.frame)
@@ -100,7 +100,7 @@ class SteppedFleet(Fleet):
 
     def _finish_work_for_queues(self) -> None:
         """The moment of waking decides who leases which item, so it must not be later than the model's."""
-        if self.engine.keyspace.work and (self.engine.keyspace.queues or self.model.queues):
+        if self.store.keyspace.work and (self.store.keyspace.queues or self.model.queues):
             self.finish_work()
 
     def _do(
@@ -137,8 +137,8 @@ class SteppedFleet(Fleet):
         self.steps += 1
         connection, under = self.connections[slot], self.under[slot]
         if connection is None or under is None:
-            if self.engine.keyspace.work:
-                self.engine.keyspace.step()
+            if self.store.keyspace.work:
+                self.store.keyspace.step()
                 self.compare()
             return
         job = connection.session.incremental
@@ -212,21 +212,21 @@ class SteppedFleet(Fleet):
                 sent, expected = b"".join(connection.session.out), b"".join(connection.peer.sent)
                 if not expected.startswith(sent) and sorted(sent) != sorted(expected):
                     raise Difference(f"sent {sent!r}, expected {expected!r}")
-        for session in self.engine.hub.pending_flush:
+        for session in self.store.hub.pending_flush:
             if session.owner is not None and not session.out:
                 raise Difference("a session without output is in pending_flush")
 
     def finish_work(self) -> None:
-        while self.engine.keyspace.work:
-            self.engine.keyspace.step()
+        while self.store.keyspace.work:
+            self.store.keyspace.step()
 
     def settle(self) -> None:
         """Finish all work; then everything must equal the model."""
         for _ in range(10_000):
-            if not any(self.under) and not self.engine.keyspace.work:
+            if not any(self.under) and not self.store.keyspace.work:
                 break
-            if self.engine.keyspace.work:
-                self.engine.keyspace.step()
+            if self.store.keyspace.work:
+                self.store.keyspace.step()
             for slot in range(len(self.connections)):
                 self.turn(slot)
         else:
@@ -234,7 +234,7 @@ class SteppedFleet(Fleet):
         for connection in self.connections:
             if connection is not None:
                 self._compare_output(connection)
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
         self.model.woken.clear()
         self.check()
 

@@ -97,31 +97,31 @@ def test_lists_that_resemble_a_known_one(
     data = change(Command(name, asked).frame) + Command("ping", 7).frame
     known, drops, unknown = (Store(Limits()) for _ in range(3))
     expected = feed(session_on(unknown), [HANDSHAKE.frame, data])
-    for engine, pieces in ((known, cut(data, at)), (drops, cut(data, range(len(data))))):
-        feed(session_on(engine), [HANDSHAKE.frame, Command("check", keys).frame * 2])
-        session = session_on(engine)
+    for store, pieces in ((known, cut(data, at)), (drops, cut(data, range(len(data))))):
+        feed(session_on(store), [HANDSHAKE.frame, Command("check", keys).frame * 2])
+        session = session_on(store)
         assert feed(session, [HANDSHAKE.frame, *pieces]) == expected
-        assert everything(engine) == everything(unknown)
+        assert everything(store) == everything(unknown)
         assert (session.held > 0) == (unknown.budget.unfinished > 0)
-        assert engine.budget.unfinished == session.held
+        assert store.budget.unfinished == session.held
         session.leave()
-        assert engine.budget.unfinished == 0
-        assert all(listed.compared == 0 for listed in engine.key_lists.lists.values())
+        assert store.budget.unfinished == 0
+        assert all(listed.compared == 0 for listed in store.key_lists.lists.values())
 
 
 @settings(max_examples=100, deadline=None)
 @given(commands() | large_commands, st.integers(0, 2**22))
 def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
-    engine = Store(Limits())
-    session = greeted(engine)
+    store = Store(Limits())
+    session = greeted(store)
     if command.name in ("unknown", "validate"):
         return
     session.receive(command.frame[: at % command.size])
     assert not session.out
-    assert everything(engine) == NOTHING
+    assert everything(store) == NOTHING
     session.leave()
-    assert engine.budget.unfinished == 0
-    assert engine.keyspace.size == 0
+    assert store.budget.unfinished == 0
+    assert store.keyspace.size == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,27 +129,27 @@ def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
 def test_an_incomplete_frame_counts(command: Command, one: int, two: int) -> None:
     if command.name in ("unknown", "validate"):
         return
-    engine = Store(Limits())
-    session = greeted(engine)
+    store = Store(Limits())
+    session = greeted(store)
     pieces = cut(command.frame[:-1], [one, two])
     arrived = 0
     for piece in pieces:
         session.receive(piece)
         arrived += len(piece)
-        assert engine.budget.unfinished == session.held
+        assert store.budget.unfinished == session.held
         if command.name != "compare_set":  # see the next test
             # All but the opcode, the key and lengths before a large value.
             assert session.held >= arrived - 64
     session.receive(command.frame[arrived:])
     while session.stalled():
         session.receive(b"")
-    assert (engine.budget.unfinished, session.held) == (0, 0)
+    assert (store.budget.unfinished, session.held) == (0, 0)
 
 
 def test_the_expected_value_counts_while_the_desired_one_arrives() -> None:
     session = greeted()
     session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(LARGE_VALUE_BYTES)).frame[:-1])
-    assert session.engine.budget.unfinished > 8 * MIB
+    assert session.store.budget.unfinished > 8 * MIB
 
 
 def test_a_stalled_session_goes_on_where_it_stopped() -> None:

@@ -1,4 +1,4 @@
-"""Many sessions on one engine do and say what the model does and says, whatever the interleaving."""
+"""Many sessions on one store do and say what the model does and says, whatever the interleaving."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _refused(start: bytes, limits: Limits = SMALL) -> LimitError:
         for byte in start:
             drops.receive(bytes([byte]))
     assert error.value.args == error_of_drops.value.args
-    assert everything(whole.engine) == NOTHING
+    assert everything(whole.store) == NOTHING
     return error.value
 
 
@@ -114,7 +114,7 @@ def test_length_of_a_request(command: Command) -> None:
     for chunks in ([command.frame], cut(command.frame, range(command.size))):
         session = greeted(limits=SHORT)
         assert feed(session, chunks) == (b"", "request_bytes")
-        assert everything(session.engine) == NOTHING
+        assert everything(session.store) == NOTHING
 
 
 @pytest.mark.parametrize("name", ["multi_set", "wait", "check", "multi_get"])
@@ -129,7 +129,7 @@ def test_length_of_all_keys_of_a_request(name: str) -> None:
         session = greeted(limits=limits)
         frame = _naming(name, longer).frame
         assert feed(session, cut(frame, range(0, len(frame), size))) == (b"", "request_key_bytes")
-        assert everything(session.engine) == NOTHING
+        assert everything(session.store) == NOTHING
 
 
 def _naming(name: str, keys: list[bytes]) -> Command:
@@ -143,35 +143,35 @@ def test_a_list_item_is_refused_before_it_arrives() -> None:
 
 
 def test_unfinished_frames_of_all_connections_together() -> None:
-    engine = Store(Limits(budget_bytes=100 * MIB))
-    first, second, third = greeted(engine), greeted(engine), greeted(engine)
+    store = Store(Limits(budget_bytes=100 * MIB))
+    first, second, third = greeted(store), greeted(store), greeted(store)
     frame = Command("set", b"/a", bytes(8 * MIB)).frame
     large = Command("multi_set", [(b"/a", bytes(8 * MIB))] * 9).frame
     second.receive(frame[:-10])
     first.receive(large[:-10])
     third.receive(frame[:-10])
-    assert engine.hub.pending_flush == [first]
-    error = engine.hub.evicted[first]
+    assert store.hub.pending_flush == [first]
+    error = store.hub.evicted[first]
     assert isinstance(error, BudgetError)
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
     assert (first.input_buffer, first.partial, first.held) == (None, None, 0)
-    assert engine.budget.unfinished == second.held + third.held
+    assert store.budget.unfinished == second.held + third.held
     first.leave()
     second.receive(frame[-10:])
     third.receive(frame[-10:])
-    assert engine.budget.unfinished == 0
+    assert store.budget.unfinished == 0
 
 
 def test_the_largest_holder_may_be_the_last_to_connect() -> None:
-    engine = Store(Limits(budget_bytes=100 * MIB))
-    first, second = greeted(engine), greeted(engine)
+    store = Store(Limits(budget_bytes=100 * MIB))
+    first, second = greeted(store), greeted(store)
     first.receive(Command("set", b"/a", bytes(8 * MIB)).frame[:-10])
     with pytest.raises(BudgetError) as raised:
         second.receive(Command("multi_set", [(b"/a", bytes(8 * MIB))] * 12).frame[:-10])
     assert raised.value.held > 80 * MIB
     second.leave()
-    assert engine.budget.unfinished == first.held
+    assert store.budget.unfinished == first.held
 
 
 def test_an_announcement_costs_no_memory() -> None:
@@ -264,45 +264,45 @@ def test_a_full_store_refuses_whole_commands_for_long(seed: int) -> None:
 
 
 def _fill(sent: list[tuple[bool, Command]], most: int) -> None:
-    engine = with_store_of(most)
-    sessions = [greeted(engine), greeted(engine)]
+    store = with_store_of(most)
+    sessions = [greeted(store), greeted(store)]
     for which, command in sent:
         if command.name in ("unknown", "validate"):
             continue
-        before = everything(engine), measured(engine)
+        before = everything(store), measured(store)
         session = sessions[which]
         try:
             session.receive(command.frame)
         except LimitError as error:
             assert error.limit == "budget_bytes"
             assert error.size > error.allowed == most
-            assert (everything(engine), measured(engine)) == before
-            assert not engine.hub.pending_flush
+            assert (everything(store), measured(store)) == before
+            assert not store.hub.pending_flush
             # Were this a server, the session would leave; but nothing happened, so it may as well go on.
             session.input_buffer = None
         except ProtocolError:
-            assert (everything(engine), measured(engine)) == before
-        assert measured(engine) <= most
+            assert (everything(store), measured(store)) == before
+        assert measured(store) <= most
         for other in sessions:
             take(other)
-        engine.hub.pending_flush.clear()
+        store.hub.pending_flush.clear()
 
 
 def test_a_multi_set_too_large_for_the_store_sets_nothing() -> None:
-    engine = with_store_of(1_000)
-    session, waiting = greeted(engine), greeted(engine)
+    store = with_store_of(1_000)
+    session, waiting = greeted(store), greeted(store)
     waiting.receive(Command("wait", [b"/a"]).frame)
     with pytest.raises(LimitError) as error:
         session.receive(Command("multi_set", [(b"/a", b"1"), (b"/b", bytes(900))]).frame)
     assert error.value.limit == "budget_bytes"
-    assert (engine.keyspace.values, waiting.out) == ({}, [])
+    assert (store.keyspace.values, waiting.out) == ({}, [])
 
 
 def test_a_multi_set_may_pass_through_more_than_fits() -> None:
     """What counts is the store that the request leaves."""
     most = 3 * (ENTRY_BYTES + 2 + 8) + 100
-    engine = with_store_of(most)
-    session = greeted(engine)
+    store = with_store_of(most)
+    session = greeted(store)
     session.receive(Command("set", b"/c", bytes(100)).frame)
     for pairs in (
         [(b"/a", b""), (b"/b", bytes(100)), (b"/c", b"")],
@@ -311,16 +311,16 @@ def test_a_multi_set_may_pass_through_more_than_fits() -> None:
     ):
         session.receive(Command("multi_set", pairs).frame)
         for key, value in dict(pairs).items():
-            assert engine.keyspace.get(key) == pack(value)
+            assert store.keyspace.get(key) == pack(value)
 
 
 def test_an_append_to_a_counter_is_within_the_limit() -> None:
-    engine = with_store_of(ENTRY_BYTES + 2 + 8 + 1)
-    session = greeted(engine)
+    store = with_store_of(ENTRY_BYTES + 2 + 8 + 1)
+    session = greeted(store)
     session.receive(Command("add", b"/n", 10**18).frame)
     with pytest.raises(LimitError):
         session.receive(Command("append", b"/n", b"1").frame)
-    assert measured(engine) <= ENTRY_BYTES + 2 + 8 + 1
+    assert measured(store) <= ENTRY_BYTES + 2 + 8 + 1
 
 
 def test_numbers_are_struct_numbers() -> None:

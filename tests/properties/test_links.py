@@ -134,10 +134,10 @@ def test_a_suspended_rank_is_passed_over_and_keeps_its_place() -> None:
     assert third is not None
     assert third.connection is not None
     assert third.connection.expected == b"\0"
-    assert fleet.engine.keyspace.handoffs == {b"q": 1}
+    assert fleet.store.keyspace.handoffs == {b"q": 1}
     fleet.apply(("resume", 0, (), 0))
     fleet.check()
-    assert fleet.engine.keyspace.handoffs == {b"q": 3}
+    assert fleet.store.keyspace.handoffs == {b"q": 3}
     fleet.finish()
     assert bytes(first.got + second.got) == b"\0\0"
 

@@ -133,11 +133,11 @@ class Model:
             if session in self.place:
                 self.leave(session)
         self.work()
-        named, engine = self.server.named, self.server.engine
+        named, store = self.server.named, self.server.store
         assert (named.stores, named.ending, named.waiting, named.entries) == ({}, {}, {}, {})
         self.server.connect().leave()
-        assert engine.budget.used() == engine.keyspace.size
-        assert engine.keyspace.parked == 0
+        assert store.budget.used() == store.keyspace.size
+        assert store.keyspace.parked == 0
 
 
 @pytest.mark.parametrize("seed", range(200))

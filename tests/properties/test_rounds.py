@@ -44,8 +44,8 @@ class World:
     """The server, the clock, and what agents have seen."""
 
     def __init__(self, portion: int) -> None:
-        self.engine = Store(Limits(), portion)
-        self.keyspace = self.engine.keyspace
+        self.store = Store(Limits(), portion)
+        self.keyspace = self.store.keyspace
         self.actors: dict[Peer, Actor] = {}
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -61,11 +61,11 @@ class World:
         while self.events and self.events[0][0] <= end:
             self.now, _, event = heapq.heappop(self.events)
             event()
-            while self.keyspace.work or self.engine.hub.pending_flush:
+            while self.keyspace.work or self.store.hub.pending_flush:
                 if self.keyspace.work:
                     self.keyspace.step()
-                woken = list(self.engine.hub.pending_flush)
-                self.engine.hub.pending_flush.clear()
+                woken = list(self.store.hub.pending_flush)
+                self.store.hub.pending_flush.clear()
                 for session in woken:
                     if session.out:
                         self.actors[session].on_reply(taken(session))
@@ -85,7 +85,7 @@ class Actor:
         self.world = world
         self.name = name
         self.options = options
-        self.session = ServerSession(world.engine, 0, "::1", 0, 0.0)
+        self.session = ServerSession(world.store, 0, "::1", 0, 0.0)
         self.session.receive(HANDSHAKE)
         world.actors[self.session] = self
         self.left = -1

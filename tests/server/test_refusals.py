@@ -250,7 +250,7 @@ def test_nobody_is_accepted_before_it_is_known_who_may(monkeypatch: pytest.Monke
     start = kind.start
 
     def noted(server: base.Server) -> None:
-        required.append(server.engine.hub.auth.require_auth)
+        required.append(server.store.hub.auth.require_auth)
         start(server)
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
 

@@ -224,7 +224,7 @@ def test_a_large_value_for_many_that_wait_and_do_not_read(server: Served, other:
         for peer in peers:
             peer.ping()
             peer.send(fetch(b"/large"))
-        until(lambda: len(server.server.engine.keyspace.waiters.get(b"/large", ())) == 20, "all wait")
+        until(lambda: len(server.server.store.keyspace.waiters.get(b"/large", ())) == 20, "all wait")
         other.send(b"\x01" + blob(b"/large") + blob(value))
         for _ in range(100):
             other.ping()
@@ -303,7 +303,7 @@ def test_an_internal_error_while_a_waiter_is_woken_closes_only_the_waiter(
         broken = server.connection(waiting)
         for peer in (waiting, second):
             peer.send(b"\x06" + keys(b"/k"))
-        until(lambda: len(server.server.engine.keyspace.waiters.get(b"/k", ())) == 2, "both wait")
+        until(lambda: len(server.server.store.keyspace.waiters.get(b"/k", ())) == 2, "both wait")
         send = Connection._send
 
         def fail(connection: Connection, out: list[Framed]) -> None:

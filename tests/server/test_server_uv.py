@@ -141,7 +141,7 @@ def test_clients_see_the_end(run: Run, watch_with: WatchWith) -> None:
         assert await peer.closed()
         await peer.leave()
         assert server.count == 0
-        assert not server.engine.keyspace.waiters
+        assert not server.store.keyspace.waiters
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", server.port)
         server.stop()
@@ -472,16 +472,16 @@ def test_a_peer_that_is_evicted_while_many_are_flushed(
                 reader = socket.create_connection(("127.0.0.1", server.port))
                 reader.sendall(HANDSHAKE + b"\x40" + blob(name))
                 waiting.append(reader)
-            await until(lambda: len(server.engine.keyspace.waiters) == len(names))
+            await until(lambda: len(server.store.keyspace.waiters) == len(names))
             monkeypatch.setattr(uv, "_write", full)
             monkeypatch.setattr(uv, "_write_pieces", full)
             values = b"".join(blob(name) + blob(bytes(16_000)) for name in names)
             writer.writer.write(b"\x0b" + struct.pack("<Q", len(names)) + values)
-            await until(lambda: not server.engine.keyspace.waiters)
+            await until(lambda: not server.store.keyspace.waiters)
             for _ in range(5):  # turns of the loop without any event
                 await asyncio.sleep(0.01)
             assert server.count < 1 + len(names)
-            assert not server.engine.hub.evicted
+            assert not server.store.hub.evicted
             for reader in waiting:
                 reader.close()
 

@@ -26,7 +26,7 @@ class Crowd:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.engine = Store(Limits(budget_bytes=BUDGET, value_bytes=100_000))
+        self.store = Store(Limits(budget_bytes=BUDGET, value_bytes=100_000))
         self.honest = [self.come() for _ in range(HONEST)]
         self.hogs = [self.come() for _ in range(HOGS)]
         self.sums = [0] * HONEST
@@ -35,7 +35,7 @@ class Crowd:
             self.ask(session, Command("add", b"/mine%d" % number, 0))
 
     def come(self) -> ServerSession:
-        session = ServerSession(self.engine, object(), "::1", 1, 0.0)
+        session = ServerSession(self.store, object(), "::1", 1, 0.0)
         try:
             session.receive(HANDSHAKE.frame)
         except PeerError as error:
@@ -99,20 +99,20 @@ class Crowd:
                 session.receive(b"".join(Command("delete_key", b"/large%d" % at).frame for at in range(4)))
 
     def _read_nothing(self, session: ServerSession) -> None:
-        if session.out and session not in self.engine.hub.evicted:
+        if session.out and session not in self.store.hub.evicted:
             said = list(session.out)
             session.out.clear()
             session.keep_unsent(said, 0)
 
     def _flush(self) -> None:
         """Act as a server: close evicted sessions, take the output of the others."""
-        engine, rounds = self.engine, 0
-        while engine.hub.pending_flush:
-            pending_flush, engine.hub.pending_flush = list(engine.hub.pending_flush), []
+        store, rounds = self.store, 0
+        while store.hub.pending_flush:
+            pending_flush, store.hub.pending_flush = list(store.hub.pending_flush), []
             for session in pending_flush:
-                if session in engine.hub.evicted and session in self.honest:
-                    raise Difference(f"an honest peer has to go: {engine.hub.evicted[session]}")
-                if session in engine.hub.evicted and session in self.hogs:
+                if session in store.hub.evicted and session in self.honest:
+                    raise Difference(f"an honest peer has to go: {store.hub.evicted[session]}")
+                if session in store.hub.evicted and session in self.hogs:
                     self._remove(self.hogs.index(session))
                 elif session in self.hogs:
                     self._read_nothing(session)
@@ -127,7 +127,7 @@ class Crowd:
 
     def held(self) -> int:
         """Bytes that are held, each piece once; without overheads."""
-        keyspace = self.engine.keyspace
+        keyspace = self.store.keyspace
         pieces = {id(value): size(value) for value in keyspace.values.values()}
         pieces.update((id(item), len(item)) for items in keyspace.queues.values() for item in items)
         for session in [*self.honest, *self.hogs]:
@@ -136,12 +136,12 @@ class Crowd:
                 pieces.update((id(piece), len(piece)) for piece in session.backlog.pieces)
             if session.input_buffer is not None:
                 pieces[id(session.input_buffer)] = len(session.input_buffer)
-        for listed in self.engine.key_lists.lists.values():
+        for listed in self.store.key_lists.lists.values():
             pieces[id(listed)] = 2 * len(listed.raw) + len(listed.reply or b"")
         return sum(pieces.values())
 
     def _check(self) -> None:
-        held, used = self.held(), self.engine.budget.used()
+        held, used = self.held(), self.store.budget.used()
         if held > BUDGET + SLACK or used > BUDGET + SLACK:
             raise Difference(f"{held} bytes are held, {used} are counted, {BUDGET} are allowed")
         if held > used + SLACK:
@@ -150,10 +150,10 @@ class Crowd:
     def finish(self) -> None:
         for session in [*self.honest, *self.hogs]:
             session.leave()
-        budget, keyspace = self.engine.budget, self.engine.keyspace
+        budget, keyspace = self.store.budget, self.store.keyspace
         while keyspace.work:
             keyspace.step()
-        lists = self.engine.key_lists.size
+        lists = self.store.key_lists.size
         if budget.others != lists or keyspace.parked or budget.holders or budget.pins:
             raise Difference(
                 f"{budget.others - lists} bytes are counted without a session, {keyspace.parked} for waiters"

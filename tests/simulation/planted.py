@@ -26,7 +26,7 @@ from tcpstore_async.links import link_registry
 from tcpstore_async.links.link import Link
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
-from tcpstore_async.links.passed_over import PassedOver
+from tcpstore_async.links.skipped_queues import SkippedQueues
 from tcpstore_async.links.work import LinkWork
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
@@ -87,7 +87,7 @@ def _replies_first(session: ServerSession, value: Any) -> None:
     said = b"\0" if value is None else value
     session.out.insert(0, said)
     session.unsent += len(said)
-    session.engine.hub.pending_flush.append(session)
+    session.store.hub.pending_flush.append(session)
 
 
 def _fires_again(store: Keyspace, waiter: Waiter, ended: int) -> None:
@@ -233,7 +233,7 @@ PLANTED: dict[str, Plant] = {
     "a wake is not to be flushed": (
         ServerSession,
         "fire",
-        _after(lambda session, value: session.engine.hub.pending_flush.pop()),
+        _after(lambda session, value: session.store.hub.pending_flush.pop()),
     ),
     "the newest item comes first": (Keyspace, "queue_pop", _before(_newest_first)),
     "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),
@@ -359,7 +359,7 @@ def _forgets_last(link: ServerLink, carrier: ServerSession, taken: int) -> None:
     link.taken = max(0, link.taken - 1)
 
 
-def _forgets_offers(passed: PassedOver, most: int) -> bool:
+def _forgets_offers(passed: SkippedQueues, most: int) -> bool:
     passed.queues.clear()
     return True
 
@@ -382,11 +382,11 @@ LINKED: dict[str, Plant] = {
     ),
     "batches are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
     "an item is given to a session without a connection": (
-        PassedOver,
-        "pass_over",
+        SkippedQueues,
+        "skip_suspended",
         _instead(lambda passed, queue: False),
     ),
-    "what a session was passed over for is not offered": (PassedOver, "offer_some", _instead(_forgets_offers)),
+    "what a session was passed over for is not offered": (SkippedQueues, "offer_some", _instead(_forgets_offers)),
     "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkWork, "end_later", _instead(lambda registry, link: None)),
@@ -399,13 +399,13 @@ LINKED: dict[str, Plant] = {
 
 
 def _outlives(registry: NamedStores, session: ServerSession) -> None:
-    store = session.engine
+    store = session.store
     if isinstance(store, NamedStore):
         store.owners.pop(session, None)
 
 
 def _sees_others(store: NamedStore, registry: NamedStores, *_: object) -> None:
-    store.keyspace.values = registry.engine.keyspace.values
+    store.keyspace.values = registry.unnamed.keyspace.values
 
 
 def _enters_any(registry: NamedStores, entry: Entry) -> None:
@@ -441,7 +441,7 @@ LIMITED: dict[str, Plant] = {
     "what a command does in a later step counts for no token": (
         ServerSession,
         "_step_counted",
-        _instead(lambda session, command, account: command.step(session.engine.keyspace.portion)),
+        _instead(lambda session, command, account: command.step(session.store.keyspace.portion)),
     ),
     "limits of tokens are not checked": (Usage, "demand", _instead(lambda usage, keys, size: None)),
     "a job that is forgotten counts for whoever forgets it": (AgentRegistry, "_forget_end", _instead(_forget_end)),

@@ -105,7 +105,7 @@ class StageBook(Book):
 
     def judge(self) -> None:
         """At the end, everybody gone."""
-        keyspace = self.stage.engine.keyspace
+        keyspace = self.stage.store.keyspace
         queued = Counter(unpack(item) for items in keyspace.queues.values() for item in items)
         self.judge_items(queued, any(actor.dead for actor in self.stage.actors))
         missing = self.confirmed - set(self.pushed)
@@ -120,7 +120,7 @@ class StageBook(Book):
             len(keyspace.waiters),
             len(keyspace.handoffs),
             len(keyspace.counters),
-            self.stage.engine.budget.unfinished,
+            self.stage.store.budget.unfinished,
         )
         if any(held):
             raise Difference(f"waiters, hand-offs, counters, unfinished bytes are left: {held}")
@@ -261,7 +261,7 @@ class Client(Actor):
         )
         keys = [b"/" + name.encode() for name in names]
         stage = self.stage
-        keyspace = stage.engine.keyspace
+        keyspace = stage.store.keyspace
         if keys and not timeout:  # one look, which was before they came
             return
         if stage.rushed >= began or self.losses > script.losses or stage.in_flight() or not keyspace.check(keys):

@@ -49,8 +49,8 @@ def _job(session: ServerSession) -> Any:
     return getattr(session, "job", None)
 
 
-def _engine(portion: int) -> Store:
-    """An engine that does so many keys in a step, if it does steps."""
+def _store(portion: int) -> Store:
+    """A store that does so many keys in a step, if it does steps."""
     any_engine: Any = Store
     return cast(Store, any_engine(Limits(), portion) if _STEPS else any_engine(Limits()))
 
@@ -82,7 +82,7 @@ class Pipe:
     def __init__(self, stage: Stage, actor: Actor) -> None:
         self.stage = stage
         self.actor = actor
-        self.session = ServerSession(stage.engine, self, "sim", len(stage.pipes), stage.now)
+        self.session = ServerSession(stage.store, self, "sim", len(stage.pipes), stage.now)
         self.up = bytearray()
         self.down = bytearray()
         self.open = True
@@ -195,9 +195,9 @@ class Stage:
         self.trouble = trouble
         """How many in a thousand moves are no good."""
         self.now = 1000.0
-        self.engine = _engine(1 + choices.draw(3))
-        self.engine.identify(json.encode(Identity("tcpstore_async", VERSION, SINGLE_LINKS - 1, "one")))
-        self.engine.announce(0)
+        self.store = _store(1 + choices.draw(3))
+        self.store.identify(json.encode(Identity("tcpstore_async", VERSION, SINGLE_LINKS - 1, "one")))
+        self.store.announce(0)
         self.pipes: list[Pipe] = []
         self.actors: list[Actor] = []
         self.refusals: list[PeerError] = []
@@ -213,7 +213,7 @@ class Stage:
 
     def observe(self, opcode: int, seen: Callable[..., None]) -> None:
         """Have this called with the fields of each such command, before it is executed."""
-        slot = self.engine.slot(opcode)
+        slot = self.store.slot(opcode)
         assert slot is not None
         call = slot.call
 
@@ -224,14 +224,14 @@ class Stage:
         slot.call = both
 
     def flush(self, *sessions: ServerSession) -> None:
-        for session in (*sessions, *self.engine.hub.pending_flush):
+        for session in (*sessions, *self.store.hub.pending_flush):
             if session.out and isinstance(session.owner, Pipe):
                 data = b"".join(session.out)
                 session.out.clear()
                 session.unsent -= len(data)
                 if session.owner.open and not session.owner.was_reset:
                     session.owner.down += data
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
 
     def connect(self) -> Pipe:
         pipe = Pipe(self, _me())
@@ -258,7 +258,7 @@ class Stage:
             able = [actor for actor in alive if actor.can_go()]
             ways: list[Pipe | Store] = [pipe for pipe in self.pipes if pipe.moves()]
             if self.has_work():
-                ways.append(self.engine)
+                ways.append(self.store)
             count = len(able) + len(ways)
             if not count or (wild and draw(40) == 39):
                 self._pass_time(alive, bool(count))
@@ -280,11 +280,11 @@ class Stage:
 
     def has_work(self) -> bool:
         """Whether commands have left something to do."""
-        return bool(getattr(self.engine.keyspace, "work", None))
+        return bool(getattr(self.store.keyspace, "work", None))
 
     def work(self) -> None:
         """The server goes on with that."""
-        keyspace: Any = self.engine.keyspace
+        keyspace: Any = self.store.keyspace
         keyspace.step()
         self.flush()
 

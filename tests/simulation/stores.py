@@ -51,10 +51,10 @@ WHO: Final = f"host {socket.gethostname()}, pid {os.getpid()}"
 class Life:
     """What an incarnation of a name should be. The store without a name has none."""
 
-    def __init__(self, portion: int, engine: Store, name: str = "", attempt: str = "") -> None:
+    def __init__(self, portion: int, store: Store, name: str = "", attempt: str = "") -> None:
         self.model = Model(portion)
-        self.model.reserved = {key: unpack(value) for key, value in engine.keyspace.reserved.items()}
-        self.engine = engine
+        self.model.reserved = {key: unpack(value) for key, value in store.keyspace.reserved.items()}
+        self.store = store
         self.name = name
         self.attempt = attempt
         self.incarnation = ""
@@ -68,8 +68,8 @@ class Life:
 class Connection:
     """Both ends of a connection, and what is on its way between them."""
 
-    def __init__(self, engine: Store, nameless: Life, number: int) -> None:
-        self.server = ServerSession(engine, number, "::1", number, 0.0)
+    def __init__(self, store: Store, nameless: Life, number: int) -> None:
+        self.server = ServerSession(store, number, "::1", number, 0.0)
         self.session = ClientSession()
         self.up = bytearray()
         self.down = bytearray()
@@ -103,14 +103,14 @@ class World:
 
     def __init__(self, clients: int, portion: int) -> None:
         self.portion = portion
-        self.engine = Store(Limits(), portion)
-        self.engine.identify(identity("the server", "uv"))
-        self.named = NamedStores(self.engine, "the server")
+        self.store = Store(Limits(), portion)
+        self.store.identify(identity("the server", "uv"))
+        self.named = NamedStores(self.store, "the server")
         self.named.on_released = lambda store: self.released.append(store)
         self.named.on_created = self._created
         self.released: list[NamedStore] = []
         self.newest: NamedStore | None = None
-        self.nameless = Life(portion, self.engine)
+        self.nameless = Life(portion, self.store)
         self.lives: dict[str, Life] = {}
         """By name, those that have not ended."""
         self.by_incarnation: dict[str, Life] = {}
@@ -145,7 +145,7 @@ class World:
         if client.slots[slot] is not None:
             return None
         self.serial += 1
-        connection = client.slots[slot] = Connection(self.engine, self.nameless, self.serial)
+        connection = client.slots[slot] = Connection(self.store, self.nameless, self.serial)
         self.connections.append(connection)
         hello, _ = connection.session.hello(number)
         connection.up += hello
@@ -321,9 +321,9 @@ class World:
     # The server
 
     def _do_work(self) -> None:
-        if self.engine.keyspace.work:
-            self.engine.activate()
-            self.engine.keyspace.step()
+        if self.store.keyspace.work:
+            self.store.activate()
+            self.store.keyspace.step()
         self.named.work()
         self._compare()
 
@@ -343,7 +343,7 @@ class World:
 
     def _evict(self) -> None:
         """Close what the server wants to be closed: those whose store has ended."""
-        evicted = self.engine.hub.evicted
+        evicted = self.store.hub.evicted
         while evicted:
             server, error = next(iter(evicted.items()))
             connection = next(one for one in self.connections if one.server is server)
@@ -375,7 +375,7 @@ class World:
         self.connections = [one for one in self.connections if one.there]
         for life in (self.nameless, *self.lives.values()):
             life.model.woken.clear()
-        self.engine.hub.pending_flush.clear()
+        self.store.hub.pending_flush.clear()
 
     def _take(self, connection: Connection, count: int) -> None:
         """The first bytes of what a session is sent leave the server."""
@@ -486,7 +486,7 @@ class World:
         """Check what holds between any two steps."""
         _same("stores", sorted(self.named.stores), sorted(self.lives))
         for life in (self.nameless, *self.lives.values()):
-            keyspace = life.engine.keyspace
+            keyspace = life.store.keyspace
             values = {key: unpack(framed(value)) for key, value in keyspace.values.items()}
             _same(f"values in {life.name!r}", values, life.model.store)
             queues = {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}
@@ -500,7 +500,7 @@ class World:
         """Let everything arrive that can; nobody may wait then who need not."""
         moving = True
         while moving:
-            moving = bool(self.engine.keyspace.work or self.named.to_work or self.released)
+            moving = bool(self.store.keyspace.work or self.named.to_work or self.released)
             self._do_grace()
             self._do_work()
             for client in self.clients:
@@ -521,11 +521,11 @@ class World:
         for client in self.clients:
             self._do_die(client.number)
         self.rest()
-        named, engine = self.named, self.engine
-        left = (named.stores, named.ending, named.waiting, named.entries, named.to_work, engine.hub.evicted)
-        if any(left) or engine.hub.unvalidated or engine.budget.holders:
+        named, store = self.named, self.store
+        left = (named.stores, named.ending, named.waiting, named.entries, named.to_work, store.hub.evicted)
+        if any(left) or store.hub.unvalidated or store.budget.holders:
             raise Difference(f"left: {left}")
-        _same("bytes of waiters", engine.keyspace.parked, 0)
+        _same("bytes of waiters", store.keyspace.parked, 0)
         connection = self._do_open(0, 0)
         assert connection is not None
         for key in list(self.nameless.model.store):
@@ -535,7 +535,7 @@ class World:
                 self._do_call(0, 0, "queue_pop", (key,))
         self._do_go(0, 0)
         self._do_die(0)
-        _same("bytes", (engine.keyspace.size, engine.budget.used()), (0, 0))
+        _same("bytes", (store.keyspace.size, store.budget.used()), (0, 0))
 
 
 def _same(what: str, found: object, expected: object) -> None:

@@ -1,6 +1,6 @@
 """A server and its clients in memory, with the network between them, each command compared with the model.
 
-The server's half is `properties.fleet.Fleet`: real sessions on a real engine, every answer compared with the model's.
+The server's half is `properties.fleet.Fleet`: real sessions on a real store, every answer compared with the model's.
 This adds the other half: real client sessions, callers who run the same sequences of commands as our clients do, and
 connections that are carried byte by byte, cut anywhere, reset, left half open and replaced while old bytes still
 arrive. What is checked on top of the fleet's invariants:
@@ -240,7 +240,7 @@ class World(Fleet):
 
     def _dial(self, client: Client) -> None:
         slot = len(self.connections)
-        link = Link(ServerSession(self.engine, slot, "::1", slot, 0.0), self, slot)
+        link = Link(ServerSession(self.store, slot, "::1", slot, 0.0), self, slot)
         self.connections.append(link)
         client.link = link
         client.session = ClientSession()

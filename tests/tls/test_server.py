@@ -382,7 +382,7 @@ def test_what_arrives_while_reading_is_put_off_is_read() -> None:
             plain.sendall(client.outgoing())
             poller.ready()
             assert connection.queued
-            await eventually(lambda: len(server.engine.keyspace.values) == 1)
+            await eventually(lambda: len(server.store.keyspace.values) == 1)
         server.stop()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))

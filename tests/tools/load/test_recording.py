@@ -335,7 +335,7 @@ def test_a_recording_that_is_not_there(tmp_path: Path) -> None:
 
 
 class ObservedTarget(EngineTarget):
-    """The engine, with an observer at every connection."""
+    """The store, with an observer at every connection."""
 
     def __init__(self, folder: Path, *, bytewise: bool = False) -> None:
         super().__init__(byte_by_byte if bytewise else lambda data: [data])

@@ -32,29 +32,29 @@ class Job:
     """Agents of one job on a server whose clock stands still until `now` is set."""
 
     def __init__(self, portion: int = 1000) -> None:
-        self.engine = Store(Limits(), portion)
+        self.store = Store(Limits(), portion)
         self.now = 1000.0
         self.keyspace.clock = lambda: self.now
         self.agents: dict[bytes, ServerSession] = {}
 
     @property
     def keyspace(self) -> Keyspace:
-        return self.engine.keyspace
+        return self.store.keyspace
 
     def meet(self, *names: bytes, key: bytes = b"job", most: int = 0, left: int = -1) -> None:
         for name in names:
-            self.agents[key + name] = agent = ServerSession(self.engine, None, "::1", 1, 0.0)
+            self.agents[key + name] = agent = ServerSession(self.store, None, "::1", 1, 0.0)
             self.keyspace.meet(agent, key, pack(name), len(names), most or len(names), left)
 
     def close(self, name: bytes, number: int, key: bytes = b"job") -> None:
-        stranger = ServerSession(self.engine, None, "::1", 1, 0.0)
+        stranger = ServerSession(self.store, None, "::1", 1, 0.0)
         self.keyspace.attend(self.agents.get(key + name, stranger), key, pack(name), CLOSE, number)
 
     def lose(self, name: bytes) -> None:
         self.agents[b"job" + name].leave()
 
     def described(self, key: bytes = b"job") -> Any:
-        agent = ServerSession(self.engine, None, "::1", 1, 0.0)
+        agent = ServerSession(self.store, None, "::1", 1, 0.0)
         return json.loads(unpack(self.keyspace.attend(agent, key, pack(b""), LOOK, DESCRIBE))[STATE_BYTES:] or "{}")
 
     def ended(self) -> Any:
@@ -145,7 +145,7 @@ def test_a_job_that_has_lost_an_agent_has_not_ended_successfully() -> None:
 
 def test_a_round_that_was_not_formed_has_not_ended_successfully() -> None:
     job = Job()
-    job.keyspace.meet(agent := ServerSession(job.engine, None, "::1", 1, 0.0), b"job", pack(b"a"), 2, 2, -1)
+    job.keyspace.meet(agent := ServerSession(job.store, None, "::1", 1, 0.0), b"job", pack(b"a"), 2, 2, -1)
     job.keyspace.attend(agent, b"job", pack(b"a"), CLOSE, SUCCEEDED)
     assert job.ended() is None
 
@@ -174,7 +174,7 @@ def test_what_is_remembered_is_counted_and_goes_with_the_rounds() -> None:
         for agent in job.agents.values():
             agent.leave()
         job.agents.clear()
-    job.engine.hub.pending_flush.clear()
+    job.store.hub.pending_flush.clear()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(job.keyspace.ended) == len(keys)

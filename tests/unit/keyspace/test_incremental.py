@@ -24,7 +24,7 @@ KEYS = [b"k%d" % number for number in range(10)]
 
 
 @pytest.fixture
-def engine() -> Store:
+def store() -> Store:
     return Store(Limits(), portion=3)
 
 
@@ -36,10 +36,10 @@ def finish(*sessions: ServerSession) -> None:
     for session in sessions:
         while session.incremental is not None:
             session.receive(b"")
-            if session.engine.keyspace.work:
-                session.engine.keyspace.step()
-        while session.engine.keyspace.work:
-            session.engine.keyspace.step()
+            if session.store.keyspace.work:
+                session.store.keyspace.step()
+        while session.store.keyspace.work:
+            session.store.keyspace.step()
 
 
 def heard(session: ServerSession) -> bytes:
@@ -49,44 +49,44 @@ def heard(session: ServerSession) -> bytes:
     return said
 
 
-def nothing_is_left(engine: Store) -> bool:
-    keyspace = engine.keyspace
+def nothing_is_left(store: Store) -> bool:
+    keyspace = store.keyspace
     registrations = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
     return not any(registrations) and keyspace.parked == 0 and not keyspace.work
 
 
-def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Store) -> None:
-    session = greeted(engine)
+def test_a_session_that_leaves_while_parking_leaves_nothing(store: Store) -> None:
+    session = greeted(store)
     ask(session, "wait", KEYS)
     session.receive(b"")
     assert isinstance(session.incremental, ParkOnKeys)
-    assert engine.keyspace.waiters
+    assert store.keyspace.waiters
     session.leave()
-    while engine.keyspace.work:
-        engine.keyspace.step()
-    assert nothing_is_left(engine)
+    while store.keyspace.work:
+        store.keyspace.step()
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("alike", [1, 2], ids=["each for its own keys", "in pairs for one list"])
 def test_registrations_of_many_who_leave_at_once_are_dropped_in_steps(alike: int) -> None:
-    engine = Store(Limits(), portion=100)
-    waiting = [greeted(engine) for _ in range(20)]
+    store = Store(Limits(), portion=100)
+    waiting = [greeted(store) for _ in range(20)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"%d/%d" % (number // alike, key) for key in range(50)])
-    count = left = len(engine.keyspace.waiters)
+    count = left = len(store.keyspace.waiters)
     assert count == 50 * 20 // alike
     for session in waiting:
         session.leave()
-    assert len(engine.keyspace.waiters) == count
-    while engine.keyspace.work:
-        engine.keyspace.step()
-        assert left - len(engine.keyspace.waiters) <= 2 * engine.keyspace.portion
-        left = len(engine.keyspace.waiters)
-    assert nothing_is_left(engine)
+    assert len(store.keyspace.waiters) == count
+    while store.keyspace.work:
+        store.keyspace.step()
+        assert left - len(store.keyspace.waiters) <= 2 * store.keyspace.portion
+        left = len(store.keyspace.waiters)
+    assert nothing_is_left(store)
 
 
-def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: Store) -> None:
-    gone, waiting, other = greeted(engine), greeted(engine), greeted(engine)
+def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(store: Store) -> None:
+    gone, waiting, other = greeted(store), greeted(store), greeted(store)
     for session in (gone, waiting):
         ask(session, "wait", KEYS)
         finish(session)
@@ -95,27 +95,27 @@ def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: 
         ask(other, "queue_push", key, b"item")
     assert heard(waiting) == b"\0"
     finish(other)
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(engine: Store) -> None:
-    early, late, many, other = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
+def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(store: Store) -> None:
+    early, late, many, other = greeted(store), greeted(store), greeted(store), greeted(store)
     ask(many, "wait", KEYS)
     finish(many)
     ask(other, "multi_set", [(key, b"0") for key in KEYS])
     while other.incremental is not None:
         other.receive(b"")
-    assert engine.keyspace.work
+    assert store.keyspace.work
     ask(late, "barrier", b"k9", 2)
     finish(other)
     assert (heard(many), heard(late)) == (b"\0", b"")
     ask(early, "barrier", b"k9", 2)
     assert (heard(early), heard(late)) == (b"\0", b"\0")
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Store) -> None:
-    many, fetching, first, second = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
+def test_a_second_multi_set_of_awaited_keys_follows_the_first(store: Store) -> None:
+    many, fetching, first, second = greeted(store), greeted(store), greeted(store), greeted(store)
     ask(many, "wait", KEYS)
     finish(many)
     ask(fetching, "fetch", b"k9")
@@ -125,16 +125,16 @@ def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Store) -> 
         for session in (first, second):
             if session.incremental is not None:
                 session.receive(b"")
-        if engine.keyspace.work:
-            engine.keyspace.step()
+        if store.keyspace.work:
+            store.keyspace.step()
     finish(first)
     assert (heard(many), heard(fetching)) == (b"\0", NEW)
-    assert engine.keyspace.values[b"k9"] == pack(b"newer")
-    assert nothing_is_left(engine)
+    assert store.keyspace.values[b"k9"] == pack(b"newer")
+    assert nothing_is_left(store)
 
 
-def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Store) -> None:
-    many, first, second = greeted(engine), greeted(engine), greeted(engine)
+def test_a_multi_set_that_follows_another_counts_while_it_waits(store: Store) -> None:
+    many, first, second = greeted(store), greeted(store), greeted(store)
     ask(many, "wait", KEYS)
     finish(many)
     ask(first, "multi_set", PAIRS)
@@ -143,25 +143,25 @@ def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Store) -
     ask(second, "multi_set", PAIRS)
     for _ in KEYS:
         second.receive(b"")
-    assert engine.keyspace.waking is not None
+    assert store.keyspace.waking is not None
     assert second.held >= len(Command("multi_set", PAIRS).frame) - 9
     finish(second)
     assert second.held == 0
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_cancel_behind_a_long_wait_follows_it(engine: Store) -> None:
-    session = greeted(engine)
+def test_a_cancel_behind_a_long_wait_follows_it(store: Store) -> None:
+    session = greeted(store)
     session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
     assert session.stalled()
     finish(session)
     assert heard(session) == b"\x01" + (7).to_bytes(4, "little")
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_key_counts_from_the_step_that_looks_at_it(engine: Store) -> None:
+def test_a_key_counts_from_the_step_that_looks_at_it(store: Store) -> None:
     """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
-    session, other = greeted(engine), greeted(engine)
+    session, other = greeted(store), greeted(store)
     ask(session, "wait", KEYS)
     session.receive(b"")
     ask(other, "set", KEYS[9], b"")
@@ -174,11 +174,11 @@ def test_a_key_counts_from_the_step_that_looks_at_it(engine: Store) -> None:
     assert heard(session) == b""
     ask(other, "set", KEYS[9], b"")
     assert heard(session) == b"\0"
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_second_wait_follows_a_long_first_one(engine: Store) -> None:
-    session, other = greeted(engine), greeted(engine)
+def test_a_second_wait_follows_a_long_first_one(store: Store) -> None:
+    session, other = greeted(store), greeted(store)
     session.receive(Command("wait", KEYS).frame + Command("wait", [b"x"]).frame)
     finish(session)
     ask(other, "set", b"x", b"")
@@ -186,49 +186,49 @@ def test_a_second_wait_follows_a_long_first_one(engine: Store) -> None:
     ask(session, "cancel_wait")
     finish(session)
     assert heard(session) == b"\x01"
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize(("name", "reply"), [("check", b"\0"), ("multi_get", pack(b"1") * len(KEYS))])
-def test_a_long_read_is_executed_at_once(engine: Store, name: str, reply: bytes) -> None:
+def test_a_long_read_is_executed_at_once(store: Store, name: str, reply: bytes) -> None:
     """Only its list is freed in steps."""
-    session, other = greeted(engine), greeted(engine)
+    session, other = greeted(store), greeted(store)
     for key in KEYS:
         ask(other, "set", key, b"1")
     ask(session, name, KEYS)
     assert session.incremental is None
     assert heard(session) == reply
-    assert engine.keyspace.work
+    assert store.keyspace.work
     finish(session)
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("wait", [("wait", [b"k"]), ("fetch", b"k"), ("wait_count", b"k", 1)])
-def test_many_waiters_are_woken_in_order_of_arrival(engine: Store, wait: tuple[str, object]) -> None:
-    waiting = [greeted(engine) for _ in range(20)]
-    other = greeted(engine)
+def test_many_waiters_are_woken_in_order_of_arrival(store: Store, wait: tuple[str, object]) -> None:
+    waiting = [greeted(store) for _ in range(20)]
+    other = greeted(store)
     for session in waiting:
         ask(session, *wait)
     ask(other, "add", b"k", 1)
-    assert engine.keyspace.work
+    assert store.keyspace.work
     finish(other)
-    assert engine.hub.pending_flush == waiting
+    assert store.hub.pending_flush == waiting
 
 
-def test_waiters_may_leave_while_many_are_woken(engine: Store) -> None:
-    waiting = [greeted(engine) for _ in range(10)]
-    other = greeted(engine)
+def test_waiters_may_leave_while_many_are_woken(store: Store) -> None:
+    waiting = [greeted(store) for _ in range(10)]
+    other = greeted(store)
     for session in waiting:
         ask(session, "wait", [b"k"])
     ask(other, "set", b"k", b"")
-    assert engine.keyspace.work
+    assert store.keyspace.work
     for session in waiting[::2]:
         session.leave()
     ask(waiting[1], "ping", 7)
     assert heard(waiting[1]) == b"\0" + (7).to_bytes(4, "little")
     finish(other)
     assert [heard(session) for session in waiting[3::2]] == [b"\0"] * 4
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
 PAIRS = [(key, b"new") for key in KEYS]
@@ -238,9 +238,9 @@ def left_of(*sessions: ServerSession) -> int:
     return sum(len(session.parked or ()) for session in sessions)
 
 
-def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Store) -> None:
-    waiting = [greeted(engine) for _ in range(4)]
-    other = greeted(engine)
+def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(store: Store) -> None:
+    waiting = [greeted(store) for _ in range(4)]
+    other = greeted(store)
     for session in waiting:
         ask(session, "wait", KEYS)
         finish(session)
@@ -249,37 +249,37 @@ def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Store) ->
         other.receive(b"")
     left = left_of(*waiting)
     assert left >= (len(KEYS) - 1) * len(waiting)
-    while engine.keyspace.work:
-        engine.keyspace.step()
-        assert left - left_of(*waiting) <= engine.keyspace.portion
+    while store.keyspace.work:
+        store.keyspace.step()
+        assert left - left_of(*waiting) <= store.keyspace.portion
         left = left_of(*waiting)
     assert [heard(session) for session in waiting] == [b"\0"] * 4
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
 def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
-    engine = Store(Limits(), portion=100)
-    waiting = [greeted(engine) for _ in range(50)]
+    store = Store(Limits(), portion=100)
+    waiting = [greeted(store) for _ in range(50)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"other%d" % number])
         ask(session, "wait", KEYS)  # not in a group
     left = left_of(*waiting)
     assert left == (len(KEYS) + 1) * len(waiting)
-    greeted(engine).receive(b"".join([Command("set", key, pack(b"v")).frame for key in KEYS]))
-    assert left - left_of(*waiting) <= engine.keyspace.portion
-    while engine.keyspace.work:
-        engine.keyspace.step()
+    greeted(store).receive(b"".join([Command("set", key, pack(b"v")).frame for key in KEYS]))
+    assert left - left_of(*waiting) <= store.keyspace.portion
+    while store.keyspace.work:
+        store.keyspace.step()
     assert left - left_of(*waiting) == len(KEYS) * len(waiting)
 
 
 def test_many_pushes_at_once_let_others_in_between() -> None:
-    engine = Store(Limits(), portion=100)
-    waiting = [greeted(engine) for _ in range(50)]
+    store = Store(Limits(), portion=100)
+    waiting = [greeted(store) for _ in range(50)]
     for number, session in enumerate(waiting):
         ask(session, "wait", [b"other%d" % number])
         ask(session, "wait", [*KEYS, b"none"])  # not in a group
     left = left_of(*waiting)
-    session = greeted(engine)
+    session = greeted(store)
     session.receive(
         b"".join([Command("queue_push", key, pack(b"v")).frame for key in KEYS]) + Command("queue_len", KEYS[-1]).frame
     )
@@ -289,7 +289,7 @@ def test_many_pushes_at_once_let_others_in_between() -> None:
         left = left_of(*waiting)
         session.receive(b"")
         done.append(left - left_of(*waiting))
-    assert max(done) <= engine.keyspace.portion + len(waiting)
+    assert max(done) <= store.keyspace.portion + len(waiting)
     assert sum(done) == len(KEYS) * len(waiting)
     assert heard(session) == (1).to_bytes(8, "little")
 
@@ -297,31 +297,31 @@ def test_many_pushes_at_once_let_others_in_between() -> None:
 @pytest.mark.parametrize("taken", [False, True])
 def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(taken: bool) -> None:
     """Nobody is left asleep before an item, and an item that somebody else has taken is not offered."""
-    engine = Store(Limits())
+    store = Store(Limits())
     queues = [b"q%d" % number for number in range(1000)]
-    holder, other = greeted(engine), greeted(engine)
+    holder, other = greeted(store), greeted(store)
     for ticket, queue in enumerate(queues):
         ask(other, "queue_push", queue, pack(b"v"))
         ask(holder, "lease", queue, ticket)
     for _ in range(12):
-        stale = greeted(engine)
+        stale = greeted(store)
         ask(stale, "wait", queues)
         ask(stale, "wait", [b"z"])
     ask(other, "set", b"z", pack(b"v"))
-    waiting = greeted(engine)
+    waiting = greeted(store)
     ask(waiting, "wait", queues[-1:])
     heard(waiting)
-    before = engine.keyspace.taken
+    before = store.keyspace.taken
     holder.leave()
-    steps = [engine.keyspace.taken - before]
-    assert engine.keyspace.queue_len(queues[-1]) == 1
+    steps = [store.keyspace.taken - before]
+    assert store.keyspace.queue_len(queues[-1]) == 1
     assert heard(waiting) == b""
     if taken:
         ask(other, "queue_pop", queues[-1])
-    while engine.keyspace.work:
-        before = engine.keyspace.taken
-        engine.keyspace.step()
-        steps.append(engine.keyspace.taken - before)
+    while store.keyspace.work:
+        before = store.keyspace.taken
+        store.keyspace.step()
+        steps.append(store.keyspace.taken - before)
     assert max(steps) < 6000
     assert sum(steps) >= 12 * 999
     assert heard(waiting) == (b"" if taken else b"\0")
@@ -329,27 +329,27 @@ def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(t
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
 def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
-    engine = Store(Limits())
-    other = greeted(engine)
-    sessions = [greeted(engine) for _ in range(3)]
-    holder = greeted(engine)
+    store = Store(Limits())
+    other = greeted(store)
+    sessions = [greeted(store) for _ in range(3)]
+    holder = greeted(store)
     for ticket in range(5):
         ask(other, "queue_push", b"q", pack(b"v"))
         ask(holder, "lease", b"q", ticket)
     for session in sessions:
         ask(session, "barrier", b"q", 9)
     looked: list[bytes] = []
-    engine.keyspace.finish_waking = looked.append  # type: ignore[assignment]
+    store.keyspace.finish_waking = looked.append  # type: ignore[assignment]
     holder.leave()
     assert looked == [b"q"]
-    assert engine.keyspace.queue_len(b"q") == 5
+    assert store.keyspace.queue_len(b"q") == 5
 
 
 @pytest.mark.parametrize("wait", [("fetch", b"k9"), ("lease_later", b"k9", 1)])
 def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
-    engine: Store, wait: tuple[str, object]
+    store: Store, wait: tuple[str, object]
 ) -> None:
-    many, waiter, other = greeted(engine), greeted(engine), greeted(engine)
+    many, waiter, other = greeted(store), greeted(store), greeted(store)
     ask(many, "wait", KEYS)
     finish(many)
     ask(waiter, *wait)
@@ -362,8 +362,8 @@ def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
     assert heard(waiter) == (NEW if wait[0] == "fetch" else bytes(8))
 
 
-def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(engine: Store) -> None:
-    session, other = greeted(engine), greeted(engine)
+def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(store: Store) -> None:
+    session, other = greeted(store), greeted(store)
     ask(session, "wait", KEYS)
     finish(session)
     ask(other, "multi_set", PAIRS)
@@ -373,22 +373,22 @@ def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command
     assert heard(session) == b""
     finish(session)
     assert heard(session) == b"\0" + (7).to_bytes(4, "little")
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(engine: Store) -> None:
-    session = greeted(engine)
+def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(store: Store) -> None:
+    session = greeted(store)
     ask(session, "wait", KEYS)
     finish(session)
     session.receive(Command("multi_set", PAIRS).frame + Command("ping", 7).frame)
     finish(session)
     assert heard(session) == b"\0" + (7).to_bytes(4, "little")
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_waiters_for_many_keys_that_are_set_may_leave(engine: Store) -> None:
-    waiting = [greeted(engine) for _ in range(3)]
-    other = greeted(engine)
+def test_waiters_for_many_keys_that_are_set_may_leave(store: Store) -> None:
+    waiting = [greeted(store) for _ in range(3)]
+    other = greeted(store)
     for session in waiting:
         ask(session, "wait", KEYS)
         finish(session)
@@ -399,11 +399,11 @@ def test_waiters_for_many_keys_that_are_set_may_leave(engine: Store) -> None:
     waiting[1].leave()
     finish(other)
     assert heard(waiting[2]) == b"\0"
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engine: Store) -> None:
-    first, second, other = greeted(engine), greeted(engine), greeted(engine)
+def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(store: Store) -> None:
+    first, second, other = greeted(store), greeted(store), greeted(store)
     ask(first, "wait", [*KEYS, b"q"])
     finish(first)
     ask(second, "wait", [b"q"])
@@ -421,25 +421,25 @@ def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engin
 NEW = pack(b"new")
 
 
-def test_a_long_multi_set_is_executed_at_once(engine: Store) -> None:
-    session, other = greeted(engine), greeted(engine)
+def test_a_long_multi_set_is_executed_at_once(store: Store) -> None:
+    session, other = greeted(store), greeted(store)
     ask(other, "set", KEYS[0], b"old")
     ask(session, "multi_set", PAIRS)
     assert session.incremental is None
-    assert [engine.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
+    assert [store.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
     finish(session)
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_what_follows_a_long_multi_set_is_done_after_it(engine: Store) -> None:
-    session = greeted(engine)
+def test_what_follows_a_long_multi_set_is_done_after_it(store: Store) -> None:
+    session = greeted(store)
     session.receive(Command("multi_set", PAIRS).frame + Command("get", KEYS[9]).frame)
     finish(session)
     assert heard(session) == NEW
 
 
-def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnects(engine: Store) -> None:
-    many, first, second = greeted(engine), greeted(engine), greeted(engine)
+def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnects(store: Store) -> None:
+    many, first, second = greeted(store), greeted(store), greeted(store)
     ask(many, "wait", KEYS)
     finish(many)
     ask(first, "multi_set", PAIRS)
@@ -447,15 +447,15 @@ def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnect
     assert second.incremental is not None
     second.leave()
     finish(first)
-    assert [engine.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
-    assert nothing_is_left(engine)
+    assert [store.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_long_multi_set_that_fits_once_is_not_counted_twice(waits: bool) -> None:
     """Its request is no longer held when its pairs are stored, even if it had to wait."""
-    engine = Store(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
-    many, first, session = greeted(engine), greeted(engine), greeted(engine)
+    store = Store(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
+    many, first, session = greeted(store), greeted(store), greeted(store)
     if waits:
         ask(many, "wait", KEYS)
         finish(many)
@@ -464,46 +464,46 @@ def test_a_long_multi_set_that_fits_once_is_not_counted_twice(waits: bool) -> No
     assert (session.held > 10 * MIB // 4) == waits
     finish(session)
     assert session.held == 0
-    assert size(engine.keyspace.values[KEYS[9]]) == PREFIX + MIB // 4
+    assert size(store.keyspace.values[KEYS[9]]) == PREFIX + MIB // 4
 
 
-def test_a_long_multi_set_that_is_refused_changes_nothing(engine: Store) -> None:
-    session = greeted(engine)
-    engine.identify(b"{}")
+def test_a_long_multi_set_that_is_refused_changes_nothing(store: Store) -> None:
+    session = greeted(store)
+    store.identify(b"{}")
     with pytest.raises(PeerError):
         ask(session, "multi_set", [(SERVER_KEY, b""), *PAIRS])
         finish(session)
     session.leave()
     finish(session)
-    assert not engine.keyspace.values
-    assert nothing_is_left(engine)
+    assert not store.keyspace.values
+    assert nothing_is_left(store)
 
 
-def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Store) -> None:
-    session = greeted(engine)
+def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(store: Store) -> None:
+    session = greeted(store)
     session.receive(Command("multi_set", PAIRS).frame[:-1])
     session.leave()
-    assert engine.keyspace.work
+    assert store.keyspace.work
     finish(session)
-    assert engine.budget.unfinished == 0
-    assert nothing_is_left(engine)
+    assert store.budget.unfinished == 0
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("queues", [1, MAX_LEASES])
-def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Store, queues: int) -> None:
-    session, other = greeted(engine), greeted(engine)
+def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(store: Store, queues: int) -> None:
+    session, other = greeted(store), greeted(store)
     for number in range(MAX_LEASES):
         ask(other, "queue_push", b"q%d" % (number % queues), b"%d" % number)
         ask(session, "lease", b"q%d" % (number % queues), number)
     session.leave()
     expected = [[b"%d" % number for number in range(queue, MAX_LEASES, queues)] for queue in range(queues)]
-    assert [[unpack(item) for item in engine.keyspace.queues[b"q%d" % queue]] for queue in range(queues)] == expected
-    assert nothing_is_left(engine)
+    assert [[unpack(item) for item in store.keyspace.queues[b"q%d" % queue]] for queue in range(queues)] == expected
+    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("method", ["lease", "lease_later"])
-def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Store, method: str) -> None:
-    session, other = greeted(engine), greeted(engine)
+def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(store: Store, method: str) -> None:
+    session, other = greeted(store), greeted(store)
     for number in range(MAX_LEASES - 1):
         ask(other, "queue_push", b"q", b"")
         ask(session, "lease", b"q", number)
@@ -515,23 +515,23 @@ def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Store, 
     assert len(session.leases) == MAX_LEASES
 
 
-def test_a_reply_may_be_as_long_as_the_limit(engine: Store) -> None:
-    session = greeted(engine)
+def test_a_reply_may_be_as_long_as_the_limit(store: Store) -> None:
+    session = greeted(store)
     for key in KEYS:
         ask(session, "set", key, b"value")
     expected = b"".join(pack(b"value") for _ in KEYS)
-    engine.keyspace.max_reply = len(expected)
+    store.keyspace.max_reply = len(expected)
     ask(session, "multi_get", KEYS)
     finish(session)
     assert heard(session) == expected
-    engine.keyspace.max_reply -= 1
+    store.keyspace.max_reply -= 1
     with pytest.raises(PeerError, match="budget_bytes"):
         ask(session, "multi_get", KEYS)
 
 
-def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Store) -> None:
+def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(store: Store) -> None:
     """It ended when the wait began, so the second waiter was woken; if that leaves, the item is the first one's."""
-    first, second, third, writer = (greeted(engine) for _ in range(4))
+    first, second, third, writer = (greeted(store) for _ in range(4))
     for session in (first, second, third):
         ask(session, "wait", KEYS[:1])
     for key in KEYS[1:]:
@@ -547,21 +547,21 @@ def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Stor
     assert heard(third) == b"\0"
 
 
-def test_large_values_longer_than_the_limit_are_no_reply(engine: Store) -> None:
-    session = greeted(engine)
+def test_large_values_longer_than_the_limit_are_no_reply(store: Store) -> None:
+    session = greeted(store)
     for _ in range(2):
         ask(session, "append", b"k", bytes(4_000_000))
-    engine.keyspace.max_reply = 8_000_008
+    store.keyspace.max_reply = 8_000_008
     ask(session, "multi_get", [b"k"])
     assert len(heard(session)) == 8_000_008
-    engine.keyspace.max_reply = 7_000_000
+    store.keyspace.max_reply = 7_000_000
     with pytest.raises(PeerError, match="budget_bytes"):
-        engine.keyspace.multi_get([b"k"])
+        store.keyspace.multi_get([b"k"])
 
 
-def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine: Store) -> None:
+def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(store: Store) -> None:
     """They count it down, as they would had it been registered at once; it is answered once."""
-    session, writer = greeted(engine), greeted(engine)
+    session, writer = greeted(store), greeted(store)
     ask(session, "wait", KEYS[:2])
     ask(session, "wait", KEYS[2:])
     session.receive(b"")
@@ -576,11 +576,11 @@ def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine
     for key in KEYS[7:]:
         ask(writer, "set", key, b"v")
     assert heard(session) == b"\0"
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(engine: Store) -> None:
-    session, writer = greeted(engine), greeted(engine)
+def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(store: Store) -> None:
+    session, writer = greeted(store), greeted(store)
     ask(session, "wait", KEYS[:3])
     for key in KEYS[5:]:
         ask(writer, "set", key, b"v")
@@ -594,12 +594,12 @@ def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_
     for key in KEYS[3:5]:
         ask(writer, "set", key, b"v")
     assert heard(session) == b""
-    assert nothing_is_left(engine)
+    assert nothing_is_left(store)
 
 
-def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: Store) -> None:
+def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(store: Store) -> None:
     """As any next command does, once it awaits something itself."""
-    first, second, writer = (greeted(engine) for _ in range(3))
+    first, second, writer = (greeted(store) for _ in range(3))
     for session in (first, second):
         ask(session, "wait", KEYS[:1])
     for key in KEYS[1:4]:
@@ -615,12 +615,12 @@ def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: St
         ask(writer, "queue_push", key, b"item")
     assert heard(first) == b"\0"
     first.leave()
-    assert engine.keyspace.handoffs == {}
+    assert store.keyspace.handoffs == {}
 
 
-def agents(engine: Store, names: bytes, least: int) -> list[ServerSession]:
+def agents(store: Store, names: bytes, least: int) -> list[ServerSession]:
     """Return the sessions of agents, each with a name of one letter, that meet in a round of at least so many."""
-    sessions = [greeted(engine) for _ in names]
+    sessions = [greeted(store) for _ in names]
     for session, name in zip(sessions, names, strict=True):
         ask(session, "meet", b"job", bytes([name]), least, least, -1)
     return sessions
@@ -631,11 +631,11 @@ def answer(number: int, rank: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("left", [-1, 0])
-def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(engine: Store, left: int) -> None:
+def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(store: Store, left: int) -> None:
     """A connection that broke may still be open on the server when the agent has another one."""
-    sessions = agents(engine, b"abcde", 5)
-    assert engine.keyspace.work
-    again = greeted(engine)
+    sessions = agents(store, b"abcde", 5)
+    assert store.keyspace.work
+    again = greeted(store)
     ask(again, "meet", b"job", b"d", 5, 5, left)
     assert heard(sessions[3]) == answer(0, 3, 5)
     assert heard(again) == (answer(0, 3, 5) if left < 0 else b"")
@@ -643,29 +643,29 @@ def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(e
     assert [heard(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
 
 
-def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engine: Store) -> None:
+def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(store: Store) -> None:
     """By becoming the agent `f`, that of the first round leaves it; this forms the next one, of which `f` is part."""
-    [alone] = agents(engine, b"a", 1)
+    [alone] = agents(store, b"a", 1)
     assert heard(alone) == answer(0, 0, 1)
-    waiting = agents(engine, b"bcdef", 5)
+    waiting = agents(store, b"bcdef", 5)
     ask(alone, "meet", b"job", b"f", 5, 5, -1)
     finish(alone)
     assert [heard(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
 
 
-def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(engine: Store) -> None:
-    sessions = agents(engine, b"abcde", 5)
+def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(store: Store) -> None:
+    sessions = agents(store, b"abcde", 5)
     ask(sessions[4], "attend", b"job", b"e", 1, 1)
-    assert list(engine.keyspace.rounds[b"job"].agents) == [b"e"]
+    assert list(store.keyspace.rounds[b"job"].agents) == [b"e"]
     finish(*sessions)
     assert [heard(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
 
 
-def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(engine: Store) -> None:
-    [alone] = agents(engine, b"a", 1)
-    waiting = agents(engine, b"bcde", 4)
+def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(store: Store) -> None:
+    [alone] = agents(store, b"a", 1)
+    waiting = agents(store, b"bcde", 4)
     ask(alone, "attend", b"job", b"a", 3, 0)
-    assert engine.keyspace.work
-    ask(greeted(engine), "attend", b"job", b"e", 4, 0)
+    assert store.keyspace.work
+    ask(greeted(store), "attend", b"job", b"e", 4, 0)
     finish(*waiting)
     assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4

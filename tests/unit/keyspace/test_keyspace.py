@@ -21,17 +21,17 @@ from tcpstore_async.wire.values import EMPTY, GROWING_BYTES, pack, unpack
 
 
 @pytest.fixture
-def engine() -> Store:
+def store() -> Store:
     return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Store) -> Keyspace:
-    return engine.keyspace
+def keyspace(store: Store) -> Keyspace:
+    return store.keyspace
 
 
-def waiter(engine: Store) -> ServerSession:
-    return ServerSession(engine, None, "::1", 1, 0.0)
+def waiter(store: Store) -> ServerSession:
+    return ServerSession(store, None, "::1", 1, 0.0)
 
 
 def woken(session: ServerSession) -> int:
@@ -139,8 +139,8 @@ def test_multi(keyspace: Keyspace) -> None:
 # Waiting
 
 
-def test_a_wait_ends_once(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_wait_ends_once(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     assert not keyspace.wait(session, [b"a", b"b"])
     keyspace.set(b"a", EMPTY)
     keyspace.delete_key(b"a")
@@ -152,8 +152,8 @@ def test_a_wait_ends_once(engine: Store, keyspace: Keyspace) -> None:
     assert session.parked is None
 
 
-def test_a_key_named_twice_is_registered_twice(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_key_named_twice_is_registered_twice(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"a", b"a", b"b"])
     assert session.remaining == 3
     keyspace.set(b"a", EMPTY)
@@ -162,8 +162,8 @@ def test_a_key_named_twice_is_registered_twice(engine: Store, keyspace: Keyspace
     assert woken(session) == 1
 
 
-def test_a_second_wait_replaces_the_first(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_second_wait_replaces_the_first(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
     keyspace.set(b"k", EMPTY)
@@ -173,8 +173,8 @@ def test_a_second_wait_replaces_the_first(engine: Store, keyspace: Keyspace) -> 
     assert keyspace.waiters == {}
 
 
-def test_a_stale_registration_counts_down_the_next_wait(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_stale_registration_counts_down_the_next_wait(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
     keyspace.set(b"k", EMPTY)
@@ -184,8 +184,8 @@ def test_a_stale_registration_counts_down_the_next_wait(engine: Store, keyspace:
     assert woken(session) == 1
 
 
-def test_cancel_drops_every_registration(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_cancel_drops_every_registration(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     assert keyspace.cancel_wait(session)
     keyspace.wait(session, [b"a", b"b"])
     assert keyspace.cancel_wait(session)
@@ -196,29 +196,29 @@ def test_cancel_drops_every_registration(engine: Store, keyspace: Keyspace) -> N
 
 
 @pytest.mark.parametrize("expected", [b"x", b""])
-def test_a_failed_compare_set_wakes_nobody(engine: Store, keyspace: Keyspace, expected: bytes) -> None:
-    session = waiter(engine)
+def test_a_failed_compare_set_wakes_nobody(store: Store, keyspace: Keyspace, expected: bytes) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"k"])
     if not expected:
-        keyspace.barrier(waiter(engine), b"k", 9)  # stores without waking
+        keyspace.barrier(waiter(store), b"k", 9)  # stores without waking
     keyspace.compare_set(b"k", pack(expected), pack(b"new"))
     assert not woken(session)
 
 
 def test_a_wait_that_would_exceed_the_budget_changes_nothing() -> None:
-    engine = with_store_of(PARKED_BYTES + 1)
-    session = waiter(engine)
+    store = with_store_of(PARKED_BYTES + 1)
+    session = waiter(store)
     with pytest.raises(LimitError):
-        engine.keyspace.wait(session, [b"a", b"b"])
-    assert (session.remaining, session.parked, engine.keyspace.waiters, engine.keyspace.size) == (0, None, {}, 0)
-    assert not engine.keyspace.wait(session, [b"a"])
+        store.keyspace.wait(session, [b"a", b"b"])
+    assert (session.remaining, session.parked, store.keyspace.waiters, store.keyspace.size) == (0, None, {}, 0)
+    assert not store.keyspace.wait(session, [b"a"])
 
 
 # Barriers
 
 
-def test_barrier(engine: Store, keyspace: Keyspace) -> None:
-    first, second, third = (waiter(engine) for _ in range(3))
+def test_barrier(store: Store, keyspace: Keyspace) -> None:
+    first, second, third = (waiter(store) for _ in range(3))
     assert not keyspace.barrier(first, b"b", 3)
     assert not keyspace.barrier(second, b"b", 3)
     assert keyspace.get(b"b") == pack(b"2")
@@ -228,25 +228,25 @@ def test_barrier(engine: Store, keyspace: Keyspace) -> None:
     assert keyspace.get(b"b") == pack(b"4")
 
 
-def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(engine: Store, keyspace: Keyspace) -> None:
-    early, late = waiter(engine), waiter(engine)
+def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(store: Store, keyspace: Keyspace) -> None:
+    early, late = waiter(store), waiter(store)
     keyspace.wait(early, [b"b"])
-    keyspace.barrier(waiter(engine), b"b", 2)
+    keyspace.barrier(waiter(store), b"b", 2)
     assert not woken(early)
     assert keyspace.wait(late, [b"b"])
 
 
-def test_a_peer_that_leaves_a_barrier_stays_counted(engine: Store, keyspace: Keyspace) -> None:
-    gone = waiter(engine)
+def test_a_peer_that_leaves_a_barrier_stays_counted(store: Store, keyspace: Keyspace) -> None:
+    gone = waiter(store)
     keyspace.barrier(gone, b"b", 2)
     gone.leave()
-    assert keyspace.barrier(waiter(engine), b"b", 2)
+    assert keyspace.barrier(waiter(store), b"b", 2)
 
 
-def test_a_barrier_on_what_is_no_number_changes_nothing(engine: Store, keyspace: Keyspace) -> None:
+def test_a_barrier_on_what_is_no_number_changes_nothing(store: Store, keyspace: Keyspace) -> None:
     keyspace.set(b"b", pack(b"x"))
     with pytest.raises(ProtocolError):
-        keyspace.barrier(waiter(engine), b"b", 2)
+        keyspace.barrier(waiter(store), b"b", 2)
     assert keyspace.get(b"b") == pack(b"x")
     assert keyspace.waiters == {}
 
@@ -268,8 +268,8 @@ def test_queue(keyspace: Keyspace) -> None:
     assert keyspace.size == 0
 
 
-def test_a_queue_serves_in_order_of_arrival(engine: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(40)]  # enough for compaction
+def test_a_queue_serves_in_order_of_arrival(store: Store, keyspace: Keyspace) -> None:
+    sessions = [waiter(store) for _ in range(40)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for number, session in enumerate(sessions):
@@ -280,9 +280,9 @@ def test_a_queue_serves_in_order_of_arrival(engine: Store, keyspace: Keyspace) -
     assert keyspace.waiters == {}
 
 
-def test_a_served_waiter_registers_behind_the_others(engine: Store, keyspace: Keyspace) -> None:
+def test_a_served_waiter_registers_behind_the_others(store: Store, keyspace: Keyspace) -> None:
     """Q1."""
-    a, b = waiter(engine), waiter(engine)
+    a, b = waiter(store), waiter(store)
     keyspace.wait(a, [b"q"])
     keyspace.wait(b, [b"q"])
     keyspace.queue_push(b"q", pack(b"1"))
@@ -293,9 +293,9 @@ def test_a_served_waiter_registers_behind_the_others(engine: Store, keyspace: Ke
     assert (woken(a), woken(b)) == (0, 1)
 
 
-def test_a_served_waiter_is_not_woken_for_another_key(engine: Store, keyspace: Keyspace) -> None:
+def test_a_served_waiter_is_not_woken_for_another_key(store: Store, keyspace: Keyspace) -> None:
     """Q2."""
-    a, b = waiter(engine), waiter(engine)
+    a, b = waiter(store), waiter(store)
     keyspace.wait(a, [b"q"])
     keyspace.queue_push(b"q", pack(b"1"))
     assert woken(a)
@@ -308,18 +308,18 @@ def test_a_served_waiter_is_not_woken_for_another_key(engine: Store, keyspace: K
     assert woken(a)
 
 
-def test_a_queue_that_holds_items_is_not_awaited(engine: Store, keyspace: Keyspace) -> None:
+def test_a_queue_that_holds_items_is_not_awaited(store: Store, keyspace: Keyspace) -> None:
     """Q3."""
-    a = waiter(engine)
+    a = waiter(store)
     keyspace.queue_push(b"q", pack(b"1"))
     keyspace.wait(a, [b"q", b"k"])
     keyspace.set(b"k", EMPTY)
     assert woken(a)
 
 
-def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Store, keyspace: Keyspace) -> None:
+def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(store: Store, keyspace: Keyspace) -> None:
     """Q4."""
-    a, b, c = (waiter(engine) for _ in range(3))
+    a, b, c = (waiter(store) for _ in range(3))
     for session in (a, b, c):
         keyspace.wait(session, [b"q"])
     keyspace.queue_push(b"q", pack(b"1"))
@@ -332,8 +332,8 @@ def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Store, keyspa
     assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
 
 
-def test_a_push_counts_down_waiters_that_await_more(engine: Store, keyspace: Keyspace) -> None:
-    a, b = waiter(engine), waiter(engine)
+def test_a_push_counts_down_waiters_that_await_more(store: Store, keyspace: Keyspace) -> None:
+    a, b = waiter(store), waiter(store)
     keyspace.wait(a, [b"q", b"k"])
     keyspace.wait(b, [b"q"])
     keyspace.queue_push(b"q", pack(b"1"))
@@ -342,8 +342,8 @@ def test_a_push_counts_down_waiters_that_await_more(engine: Store, keyspace: Key
     assert woken(a)
 
 
-def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Store, keyspace: Keyspace) -> None:
-    a, b = waiter(engine), waiter(engine)
+def test_set_of_a_queues_name_wakes_all_its_waiters(store: Store, keyspace: Keyspace) -> None:
+    a, b = waiter(store), waiter(store)
     keyspace.wait(a, [b"q"])
     keyspace.wait(b, [b"q"])
     keyspace.set(b"q", EMPTY)
@@ -354,12 +354,12 @@ def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Store, keyspace: Key
 
 @pytest.mark.parametrize("enter", [lambda k, w, key: k.wait(w, [key]), lambda k, w, key: k.barrier(w, key, 4)])
 def test_peers_that_name_one_key_in_a_row_share_it(
-    engine: Store, enter: Callable[[Keyspace, ServerSession, bytes], bool]
+    store: Store, enter: Callable[[Keyspace, ServerSession, bytes], bool]
 ) -> None:
     parked: list[bytes] = []
     for _ in range(3):
-        peer = waiter(engine)
-        enter(engine.keyspace, peer, bytes(bytearray(b"/key")))
+        peer = waiter(store)
+        enter(store.keyspace, peer, bytes(bytearray(b"/key")))
         assert peer.parked is not None
         parked += peer.parked
     assert parked == [b"/key"] * 3
@@ -377,22 +377,22 @@ class Registered(OrderedDict[Waiter, int]):
             yield item
 
 
-def with_stale_registrations(engine: Store, count: int) -> list[ServerSession]:
+def with_stale_registrations(store: Store, count: int) -> list[ServerSession]:
     """Return so many sessions with a stale registration under q."""
-    sessions = [waiter(engine) for _ in range(count)]
+    sessions = [waiter(store) for _ in range(count)]
     for session in sessions:
-        engine.keyspace.wait(session, [b"q"])
-        engine.keyspace.wait(session, [b"x"])
-    engine.keyspace.set(b"x", EMPTY)
-    engine.keyspace.delete_key(b"x")
+        store.keyspace.wait(session, [b"q"])
+        store.keyspace.wait(session, [b"x"])
+    store.keyspace.set(b"x", EMPTY)
+    store.keyspace.delete_key(b"x")
     assert [woken(session) for session in sessions] == [1] * count
     return sessions
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_a_push_looks_at_a_stale_registration_once(engine: Store, keyspace: Keyspace, count: int) -> None:
-    with_stale_registrations(engine, count)
-    session = waiter(engine)
+def test_a_push_looks_at_a_stale_registration_once(store: Store, keyspace: Keyspace, count: int) -> None:
+    with_stale_registrations(store, count)
+    session = waiter(store)
     looks = []
     for _ in range(10):
         registered = keyspace.waiters[b"q"] = Registered(keyspace.waiters[b"q"])
@@ -404,8 +404,8 @@ def test_a_push_looks_at_a_stale_registration_once(engine: Store, keyspace: Keys
     assert looks == [count + 1] + [1] * 9
 
 
-def test_stale_registrations_that_a_queue_skipped_still_count(engine: Store, keyspace: Keyspace) -> None:
-    first, second, *rest = with_stale_registrations(engine, 40)
+def test_stale_registrations_that_a_queue_skipped_still_count(store: Store, keyspace: Keyspace) -> None:
+    first, second, *rest = with_stale_registrations(store, 40)
     keyspace.queue_push(b"q", EMPTY)
     keyspace.queue_pop(b"q")
     keyspace.wait(second, [b"other", b"q"])
@@ -429,8 +429,8 @@ def test_stale_registrations_that_a_queue_skipped_still_count(engine: Store, key
     assert (keyspace.waiters, keyspace.stale, keyspace.handoffs, keyspace.size) == ({}, {}, {}, 0)
 
 
-def test_waiters_that_a_queue_skipped_may_leave(engine: Store, keyspace: Keyspace) -> None:
-    sessions = with_stale_registrations(engine, 3)
+def test_waiters_that_a_queue_skipped_may_leave(store: Store, keyspace: Keyspace) -> None:
+    sessions = with_stale_registrations(store, 3)
     keyspace.queue_push(b"q", EMPTY)
     for session in sessions:
         session.leave()
@@ -439,9 +439,9 @@ def test_waiters_that_a_queue_skipped_may_leave(engine: Store, keyspace: Keyspac
     assert keyspace.queue_len(b"q") == 2
 
 
-def test_registrations_are_compacted_when_waiters_leave(engine: Store, keyspace: Keyspace) -> None:
+def test_registrations_are_compacted_when_waiters_leave(store: Store, keyspace: Keyspace) -> None:
     """The next push would step over their places."""
-    sessions = [waiter(engine) for _ in range(1_000)]
+    sessions = [waiter(store) for _ in range(1_000)]
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for session in sessions[:-5]:
@@ -456,14 +456,14 @@ def test_registrations_are_compacted_when_waiters_leave(engine: Store, keyspace:
 # Size
 
 
-def test_everything_counts_bytes(engine: Store, keyspace: Keyspace) -> None:
+def test_everything_counts_bytes(store: Store, keyspace: Keyspace) -> None:
     keyspace.set(b"key", pack(b"value"))
     assert keyspace.size == ENTRY_BYTES + 3 + 13
     keyspace.set(b"key", pack(b""))
     assert keyspace.size == ENTRY_BYTES + 3 + 8
     keyspace.queue_push(b"q", pack(b"12"))
     assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10
-    session = waiter(engine)
+    session = waiter(store)
     keyspace.wait(session, [b"k", b"k", b"long"])
     assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10 + 2 * PARKED_BYTES + 5
     session.leave()

@@ -23,17 +23,17 @@ Write = Callable[[Keyspace], object]
 
 
 @pytest.fixture
-def engine() -> Store:
+def store() -> Store:
     return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Store) -> Keyspace:
-    return engine.keyspace
+def keyspace(store: Store) -> Keyspace:
+    return store.keyspace
 
 
-def waiter(engine: Store) -> ServerSession:
-    return ServerSession(engine, None, "::1", 1, 0.0)
+def waiter(store: Store) -> ServerSession:
+    return ServerSession(store, None, "::1", 1, 0.0)
 
 
 def heard(session: ServerSession) -> list[bytes]:
@@ -65,9 +65,9 @@ WRITES: dict[str, tuple[Write, bytes]] = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_fetched_value_is_sent_when_it_appears(engine: Store, keyspace: Keyspace, how: str) -> None:
+def test_a_fetched_value_is_sent_when_it_appears(store: Store, keyspace: Keyspace, how: str) -> None:
     write, value = WRITES[how]
-    first, second, other = waiter(engine), waiter(engine), waiter(engine)
+    first, second, other = waiter(store), waiter(store), waiter(store)
     assert keyspace.fetch(first, b"k") is None
     assert keyspace.fetch(second, b"k") is None
     assert keyspace.fetch(other, b"elsewhere") is None
@@ -76,48 +76,48 @@ def test_a_fetched_value_is_sent_when_it_appears(engine: Store, keyspace: Keyspa
     write(keyspace)
     assert (heard(first), heard(second)) == ([], [])
     assert (first.remaining, first.parked, first.state, first.handoff) == (0, None, IDLE, None)
-    assert engine.hub.pending_flush.count(first) == 1
+    assert store.hub.pending_flush.count(first) == 1
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_an_existing_value_is_fetched_at_once(engine: Store, keyspace: Keyspace, how: str) -> None:
+def test_an_existing_value_is_fetched_at_once(store: Store, keyspace: Keyspace, how: str) -> None:
     write, _ = WRITES[how]
     write(keyspace)
-    session = waiter(engine)
+    session = waiter(store)
     assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
     assert (session.remaining, session.parked, session.state, keyspace.waiters) == (0, None, IDLE, {})
 
 
-def test_a_large_fetched_value_is_not_copied(engine: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(50)]
+def test_a_large_fetched_value_is_not_copied(store: Store, keyspace: Keyspace) -> None:
+    sessions = [waiter(store) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
     keyspace.set(b"k", pack(bytes(MIB)))
     assert all(session.out[0] is keyspace.values[b"k"] for session in sessions)
 
 
-def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(50)]
+def test_a_value_under_append_is_copied_once_for_all_fetches(store: Store, keyspace: Keyspace) -> None:
+    sessions = [waiter(store) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
-    keyspace.barrier(waiter(engine), b"k", 9)  # creates the key and wakes no waiter
+    keyspace.barrier(waiter(store), b"k", 9)  # creates the key and wakes no waiter
     keyspace.append(b"k", pack(bytes(MIB)))
     assert len({id(session.out[1]) for session in sessions}) == 1
     assert b"".join(heard(sessions[0])) == pack(b"1" + bytes(MIB))
 
 
-def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: Store, keyspace: Keyspace) -> None:
+def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(store: Store, keyspace: Keyspace) -> None:
     """As for WAIT."""
-    session = waiter(engine)
+    session = waiter(store)
     keyspace.fetch(session, b"b")
-    keyspace.barrier(waiter(engine), b"b", 2)
+    keyspace.barrier(waiter(store), b"b", 2)
     assert heard(session) == []
-    keyspace.barrier(waiter(engine), b"b", 2)
+    keyspace.barrier(waiter(store), b"b", 2)
     assert heard(session) == [pack(b"2")]
 
 
-def test_a_deleted_key_is_still_awaited(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_deleted_key_is_still_awaited(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.set(b"k", pack(b"1"))
     keyspace.delete_key(b"k")
     keyspace.fetch(session, b"k")
@@ -129,8 +129,8 @@ def test_a_deleted_key_is_still_awaited(engine: Store, keyspace: Keyspace) -> No
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait", "barrier", "wait_count"])
-def test_other_waits_during_a_fetch(engine: Store, keyspace: Keyspace, again: str) -> None:
-    session = waiter(engine)
+def test_other_waits_during_a_fetch(store: Store, keyspace: Keyspace, again: str) -> None:
+    session = waiter(store)
     keyspace.fetch(session, b"k")
     size = keyspace.size
     match again:
@@ -151,15 +151,13 @@ def test_other_waits_during_a_fetch(engine: Store, keyspace: Keyspace, again: st
             assert heard(session) == []
         case _:
             keyspace.barrier(session, b"b", 2)
-            keyspace.barrier(waiter(engine), b"b", 2)
+            keyspace.barrier(waiter(store), b"b", 2)
             assert heard(session) == [WOKEN]
 
 
 @pytest.mark.parametrize("value", [b"v", 5])
-def test_an_existing_value_is_fetched_during_another_wait(
-    engine: Store, keyspace: Keyspace, value: bytes | int
-) -> None:
-    session = waiter(engine)
+def test_an_existing_value_is_fetched_during_another_wait(store: Store, keyspace: Keyspace, value: bytes | int) -> None:
+    session = waiter(store)
     if isinstance(value, int):
         keyspace.add(b"k", value)
     else:
@@ -170,8 +168,8 @@ def test_an_existing_value_is_fetched_during_another_wait(
     assert heard(session) == [WOKEN]
 
 
-def test_stale_registrations_end_no_fetch(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_stale_registrations_end_no_fetch(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"stale"])
     keyspace.set(b"a", EMPTY)
@@ -184,8 +182,8 @@ def test_stale_registrations_end_no_fetch(engine: Store, keyspace: Keyspace) -> 
 
 
 @pytest.mark.parametrize("cancel", ["cancel_fetch", "cancel_wait", "leave"])
-def test_an_ended_fetch_sends_nothing(engine: Store, keyspace: Keyspace, cancel: str) -> None:
-    session = waiter(engine)
+def test_an_ended_fetch_sends_nothing(store: Store, keyspace: Keyspace, cancel: str) -> None:
+    session = waiter(store)
     keyspace.fetch(session, b"k")
     if cancel == "cancel_fetch":
         assert keyspace.cancel_fetch(session) == ABSENT
@@ -202,10 +200,10 @@ def test_an_ended_fetch_sends_nothing(engine: Store, keyspace: Keyspace, cancel:
     assert heard(session) == [WOKEN]
 
 
-def test_a_fetch_takes_no_item_from_other_waiters(engine: Store, keyspace: Keyspace) -> None:
+def test_a_fetch_takes_no_item_from_other_waiters(store: Store, keyspace: Keyspace) -> None:
     """As a WAIT and a GET behind it would."""
-    fetchers = [waiter(engine) for _ in range(40)]  # enough for compaction
-    first, second = waiter(engine), waiter(engine)
+    fetchers = [waiter(store) for _ in range(40)]  # enough for compaction
+    first, second = waiter(store), waiter(store)
     for session in fetchers[:20]:
         keyspace.fetch(session, b"q")
     keyspace.wait(first, [b"q"])
@@ -221,8 +219,8 @@ def test_a_fetch_takes_no_item_from_other_waiters(engine: Store, keyspace: Keysp
     assert heard(second) == [WOKEN]
 
 
-def test_a_fetch_from_a_queue_hands_its_item_on(engine: Store, keyspace: Keyspace) -> None:
-    first, second, pusher = waiter(engine), waiter(engine), waiter(engine)
+def test_a_fetch_from_a_queue_hands_its_item_on(store: Store, keyspace: Keyspace) -> None:
+    first, second, pusher = waiter(store), waiter(store), waiter(store)
     for session in (first, second, pusher):
         session.receive(bytes.fromhex("00cef7853c"))
     wait = b"\x06" + pack(b"q").join([(1).to_bytes(8, "little"), b""])
@@ -249,10 +247,10 @@ REACHING: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("how", REACHING)
-def test_a_target_is_reached(engine: Store, keyspace: Keyspace, how: str) -> None:
+def test_a_target_is_reached(store: Store, keyspace: Keyspace, how: str) -> None:
     keyspace.set(b"n", pack(b"3"))
     size = keyspace.size
-    first, second, more = waiter(engine), waiter(engine), waiter(engine)
+    first, second, more = waiter(store), waiter(store), waiter(store)
     assert not keyspace.wait_count(first, b"n", 4)
     assert not keyspace.wait_count(second, b"n", 4)
     assert not keyspace.wait_count(more, b"n", 2**63 - 1)
@@ -266,28 +264,28 @@ def test_a_target_is_reached(engine: Store, keyspace: Keyspace, how: str) -> Non
     assert (keyspace.waiters, keyspace.counters, keyspace.size) == ({}, {}, size)
 
 
-def test_arrivals_at_a_barrier_are_counted(engine: Store, keyspace: Keyspace) -> None:
+def test_arrivals_at_a_barrier_are_counted(store: Store, keyspace: Keyspace) -> None:
     """They wake no other waiter; but the number is reached, and there may be no further write."""
-    one, two, three, plain = (waiter(engine) for _ in range(4))
+    one, two, three, plain = (waiter(store) for _ in range(4))
     keyspace.wait_count(one, b"b", 1)
     keyspace.wait_count(two, b"b", 2)
     keyspace.wait_count(three, b"b", 3)
     keyspace.wait(plain, [b"b"])
-    keyspace.barrier(waiter(engine), b"b", 3)
+    keyspace.barrier(waiter(store), b"b", 3)
     assert [heard(session) for session in (one, two, three, plain)] == [[WOKEN], [], [], []]
-    keyspace.barrier(waiter(engine), b"b", 3)
+    keyspace.barrier(waiter(store), b"b", 3)
     assert [heard(session) for session in (one, two, three, plain)] == [[], [WOKEN], [], []]
-    keyspace.barrier(waiter(engine), b"b", 3)
+    keyspace.barrier(waiter(store), b"b", 3)
     assert [heard(session) for session in (one, two, three, plain)] == [[], [], [WOKEN], [WOKEN]]
     assert (keyspace.counters, keyspace.waiters) == ({}, {})
 
 
-def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_wait_count_followed_by_a_barrier_ends_both(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait_count(session, b"b", 1)
     keyspace.barrier(session, b"b", 2)
     assert heard(session) == [WOKEN]
-    keyspace.barrier(waiter(engine), b"b", 2)
+    keyspace.barrier(waiter(store), b"b", 2)
     assert heard(session) == [WOKEN]
     keyspace.delete_key(b"b")
     assert nothing_is_left(keyspace)
@@ -299,28 +297,28 @@ def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Store, keyspace: K
     (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
 ])  # fmt: skip
 def test_targets_that_are_reached_at_once(
-    engine: Store, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
+    store: Store, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
 ) -> None:
     if text is not None:
         keyspace.set(b"n", pack(text))
-    session = waiter(engine)
+    session = waiter(store)
     assert keyspace.wait_count(session, b"n", target) == reached
     assert (session.group is None) == reached == (keyspace.counters == {})
     keyspace.set(b"n", pack(b"9223372036854775807"))
     assert heard(session) == ([] if reached else [WOKEN])
 
 
-def test_a_sum_that_wraps_reaches_nothing(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_a_sum_that_wraps_reaches_nothing(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.set(b"n", pack(b"1"))
     keyspace.wait_count(session, b"n", 2)
     keyspace.add(b"n", 2**63 - 1)
     assert heard(session) == []
 
 
-def test_a_value_that_is_deleted_reaches_nothing(engine: Store, keyspace: Keyspace) -> None:
+def test_a_value_that_is_deleted_reaches_nothing(store: Store, keyspace: Keyspace) -> None:
     """A missing key counts as 0; but DELETE_KEY wakes no waiter."""
-    session = waiter(engine)
+    session = waiter(store)
     keyspace.add(b"n", -5)
     keyspace.wait_count(session, b"n", -3)
     keyspace.delete_key(b"n")
@@ -329,8 +327,8 @@ def test_a_value_that_is_deleted_reaches_nothing(engine: Store, keyspace: Keyspa
     assert heard(session) == [WOKEN]
 
 
-def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: Store, keyspace: Keyspace) -> None:
-    early, late = waiter(engine), waiter(engine)
+def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(store: Store, keyspace: Keyspace) -> None:
+    early, late = waiter(store), waiter(store)
     keyspace.wait_count(early, b"n", 2)
     size = keyspace.size
     keyspace.set(b"n", pack(b"text"))
@@ -346,9 +344,9 @@ def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: 
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
 
 
-def test_each_waiter_is_woken_at_its_own_target(engine: Store, keyspace: Keyspace) -> None:
+def test_each_waiter_is_woken_at_its_own_target(store: Store, keyspace: Keyspace) -> None:
     targets = [random.Random(number).randrange(1, 40) for number in range(200)]
-    sessions = [waiter(engine) for _ in targets]
+    sessions = [waiter(store) for _ in targets]
     for session, target in zip(sessions, targets, strict=True):
         keyspace.wait_count(session, b"n", target)
     for _ in range(19):
@@ -361,8 +359,8 @@ def test_each_waiter_is_woken_at_its_own_target(engine: Store, keyspace: Keyspac
 
 
 @pytest.mark.parametrize("how", ["cancel_wait", "cancel_fetch", "leave", "wait", "barrier"])
-def test_an_ended_wait_count_is_not_woken(engine: Store, keyspace: Keyspace, how: str) -> None:
-    session, same, more = waiter(engine), waiter(engine), waiter(engine)
+def test_an_ended_wait_count_is_not_woken(store: Store, keyspace: Keyspace, how: str) -> None:
+    session, same, more = waiter(store), waiter(store), waiter(store)
     for other, target in ((session, 3), (same, 3), (more, 4)):
         keyspace.wait_count(other, b"n", target)
     match how:
@@ -388,8 +386,8 @@ def test_an_ended_wait_count_is_not_woken(engine: Store, keyspace: Keyspace, how
     assert nothing_is_left(keyspace)
 
 
-def test_stale_registrations_end_no_wait_count(engine: Store, keyspace: Keyspace) -> None:
-    session = waiter(engine)
+def test_stale_registrations_end_no_wait_count(store: Store, keyspace: Keyspace) -> None:
+    session = waiter(store)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"stale"])
     keyspace.set(b"a", EMPTY)
@@ -403,8 +401,8 @@ def test_stale_registrations_end_no_wait_count(engine: Store, keyspace: Keyspace
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait_count"])
-def test_other_waits_during_a_wait_count(engine: Store, keyspace: Keyspace, again: str) -> None:
-    session = waiter(engine)
+def test_other_waits_during_a_wait_count(store: Store, keyspace: Keyspace, again: str) -> None:
+    session = waiter(store)
     keyspace.wait_count(session, b"n", 5)
     size = keyspace.size
     with pytest.raises(ProtocolError, match="already has a pending wait"):
@@ -417,13 +415,13 @@ def test_other_waits_during_a_wait_count(engine: Store, keyspace: Keyspace, agai
     assert heard(session) == [WOKEN]
 
 
-def test_a_queue_of_the_same_name_skips_a_counter(engine: Store, keyspace: Keyspace) -> None:
-    counting = waiter(engine)
+def test_a_queue_of_the_same_name_skips_a_counter(store: Store, keyspace: Keyspace) -> None:
+    counting = waiter(store)
     keyspace.wait_count(counting, b"q", 1)
     keyspace.queue_push(b"q", pack(b"the only item"))
     assert (heard(counting), keyspace.handoffs) == ([], {})
     assert keyspace.queue_pop(b"q") == (1, pack(b"the only item"))
-    sessions = [waiter(engine) for _ in range(30)]  # enough for compaction
+    sessions = [waiter(store) for _ in range(30)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for session in sessions:
@@ -437,8 +435,8 @@ def test_a_queue_of_the_same_name_skips_a_counter(engine: Store, keyspace: Keysp
     assert heard(counting) == [WOKEN]
 
 
-def test_waiters_for_a_key_and_for_its_number(engine: Store, keyspace: Keyspace) -> None:
-    plain, fetching, counting = waiter(engine), waiter(engine), waiter(engine)
+def test_waiters_for_a_key_and_for_its_number(store: Store, keyspace: Keyspace) -> None:
+    plain, fetching, counting = waiter(store), waiter(store), waiter(store)
     keyspace.wait_count(counting, b"n", 2)
     keyspace.wait(plain, [b"n"])
     keyspace.fetch(fetching, b"n")
@@ -448,19 +446,19 @@ def test_waiters_for_a_key_and_for_its_number(engine: Store, keyspace: Keyspace)
     assert heard(counting) == [WOKEN]
 
 
-def test_waiters_of_one_number_are_woken_in_order_of_arrival(engine: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(20)]
+def test_waiters_of_one_number_are_woken_in_order_of_arrival(store: Store, keyspace: Keyspace) -> None:
+    sessions = [waiter(store) for _ in range(20)]
     for session in sessions:
         keyspace.wait_count(session, b"n", 1)
     sessions.pop(7).leave()
     keyspace.add(b"n", 1)
-    assert engine.hub.pending_flush == sessions
+    assert store.hub.pending_flush == sessions
 
 
-def test_a_write_looks_at_one_of_many_targets(engine: Store, keyspace: Keyspace) -> None:
+def test_a_write_looks_at_one_of_many_targets(store: Store, keyspace: Keyspace) -> None:
     """What a write touches is one registration and the top of a heap, however many wait."""
     count = 10_000
-    sessions = [waiter(engine) for _ in range(count)]
+    sessions = [waiter(store) for _ in range(count)]
     order = list(range(1, count + 1))
     random.Random(1).shuffle(order)
     for session, target in zip(sessions, order, strict=True):
@@ -469,20 +467,20 @@ def test_a_write_looks_at_one_of_many_targets(engine: Store, keyspace: Keyspace)
     assert len(keyspace.waiters[b"n"]) == 1
     for total in range(1, count + 1):
         assert keyspace.add(b"n", 1) == total
-        assert len(engine.hub.pending_flush) == 1
+        assert len(store.hub.pending_flush) == 1
         assert len(counter.targets) == len(counter.awaiting) == count - total
         assert total == count or len(keyspace.waiters[b"n"]) == 1
-        engine.hub.pending_flush.clear()
+        store.hub.pending_flush.clear()
     assert all(heard(session) == [WOKEN] for session in sessions)
     keyspace.delete_key(b"n")
     assert nothing_is_left(keyspace)
 
 
-def test_new_targets_cost_no_memory(engine: Store, keyspace: Keyspace) -> None:
-    others = [waiter(engine) for _ in range(10)]
+def test_new_targets_cost_no_memory(store: Store, keyspace: Keyspace) -> None:
+    others = [waiter(store) for _ in range(10)]
     for number, other in enumerate(others):
         keyspace.wait_count(other, b"n", 2**40 + number)
-    session = waiter(engine)
+    session = waiter(store)
     size = keyspace.size
     counter = keyspace.counters[b"n"]
     most = 0
@@ -504,8 +502,8 @@ def test_new_targets_cost_no_memory(engine: Store, keyspace: Keyspace) -> None:
     assert heard(session) == []
 
 
-def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(500)]
+def test_many_waiters_that_leave_one_by_one_leave_nothing(store: Store, keyspace: Keyspace) -> None:
+    sessions = [waiter(store) for _ in range(500)]
     for number, session in enumerate(sessions):
         keyspace.wait_count(session, b"n", 1 + number // 2)
     rng = random.Random(2)
@@ -524,15 +522,15 @@ def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Store, keyspac
 # Reserved keys
 
 
-def _reserved(engine: Store) -> Keyspace:
-    engine.identify(b"who")
-    engine.announce(12)
-    return engine.keyspace
+def _reserved(store: Store) -> Keyspace:
+    store.identify(b"who")
+    store.announce(12)
+    return store.keyspace
 
 
-def test_reserved_keys_exist(engine: Store) -> None:
-    keyspace = _reserved(engine)
-    session = waiter(engine)
+def test_reserved_keys_exist(store: Store) -> None:
+    keyspace = _reserved(store)
+    session = waiter(store)
     assert (keyspace.get(SERVER_KEY), keyspace.get(JOINS_KEY)) == (pack(b"who"), pack(b"12"))
     assert keyspace.multi_get([JOINS_KEY, b"k", SERVER_KEY]) == [pack(b"12"), EMPTY, pack(b"who")]
     assert keyspace.check([SERVER_KEY, JOINS_KEY])
@@ -544,24 +542,24 @@ def test_reserved_keys_exist(engine: Store) -> None:
     assert session.parked == {b"k"}
 
 
-def test_reserved_keys_are_no_keys_of_the_store(engine: Store) -> None:
-    keyspace = _reserved(engine)
+def test_reserved_keys_are_no_keys_of_the_store(store: Store) -> None:
+    keyspace = _reserved(store)
     assert (keyspace.num_keys(), keyspace.list_keys(), keyspace.size) == (0, [], 0)
     assert (keyspace.delete_key(SERVER_KEY), keyspace.delete_key(JOINS_KEY)) == (0, 0)
     assert keyspace.get(SERVER_KEY) == pack(b"who")
-    engine.announce(13)
+    store.announce(13)
     assert keyspace.get(JOINS_KEY) == pack(b"13")
 
 
-def test_no_joins_are_announced_without_an_owner(engine: Store, keyspace: Keyspace) -> None:
+def test_no_joins_are_announced_without_an_owner(store: Store, keyspace: Keyspace) -> None:
     assert not keyspace.check([JOINS_KEY])
     assert keyspace.get(JOINS_KEY) == EMPTY
 
 
 @pytest.mark.parametrize("how", ["set", "append", "add", "compare_set", "multi_set", "barrier", "open barrier"])
-def test_reserved_keys_are_read_only(engine: Store, how: str) -> None:
-    keyspace = _reserved(engine)
-    session = waiter(engine)
+def test_reserved_keys_are_read_only(store: Store, how: str) -> None:
+    keyspace = _reserved(store)
+    session = waiter(store)
     with pytest.raises(ProtocolError, match="key tcpstore_async/joins is read-only"):
         match how:
             case "set":
@@ -582,47 +580,47 @@ def test_reserved_keys_are_read_only(engine: Store, how: str) -> None:
 
 def test_a_push_to_a_reserved_key_evicts_nobody() -> None:
     """It is refused before others are evicted for it: whatever can refuse does so before the first change."""
-    engine = Store(Limits())
-    engine.identify(b"{}")
+    store = Store(Limits())
+    store.identify(b"{}")
     asked: list[int] = []
-    engine.keyspace.on_full = asked.append
-    engine.keyspace.max_size = 0
+    store.keyspace.on_full = asked.append
+    store.keyspace.max_size = 0
     with pytest.raises(ProtocolError, match="is read-only"):
-        engine.keyspace.queue_push(SERVER_KEY, pack(b"item"))
+        store.keyspace.queue_push(SERVER_KEY, pack(b"item"))
     assert asked == []
-    assert not engine.keyspace.queues
+    assert not store.keyspace.queues
 
 
-def test_no_queue_has_a_reserved_name(engine: Store) -> None:
-    keyspace = _reserved(engine)
+def test_no_queue_has_a_reserved_name(store: Store) -> None:
+    keyspace = _reserved(store)
     with pytest.raises(ProtocolError, match="is read-only"):
         keyspace.queue_push(SERVER_KEY, pack(b"item"))
     assert (keyspace.queue_len(SERVER_KEY), keyspace.size) == (0, 0)
     assert keyspace.queue_pop(SERVER_KEY) == (0, None)
-    assert keyspace.lease(waiter(engine), SERVER_KEY, 1) == (0, None)
+    assert keyspace.lease(waiter(store), SERVER_KEY, 1) == (0, None)
 
 
-def test_a_wait_for_a_reserved_number_ends(engine: Store) -> None:
-    engine.announce(2)
-    few, many = waiter(engine), waiter(engine)
-    assert engine.keyspace.wait_count(few, JOINS_KEY, 2)
-    assert not engine.keyspace.wait_count(few, JOINS_KEY, 4)
-    assert not engine.keyspace.wait_count(many, JOINS_KEY, 9)
-    engine.announce(3)
-    assert not engine.hub.pending_flush
-    engine.announce(4)
-    assert engine.hub.pending_flush == [few]
-    engine.announce(0)
-    assert engine.hub.pending_flush == [few, many]
-    assert engine.keyspace.wait_count(few, JOINS_KEY, 5)
-    assert (engine.keyspace.counters, engine.keyspace.waiters, engine.keyspace.size) == ({}, {}, 0)
+def test_a_wait_for_a_reserved_number_ends(store: Store) -> None:
+    store.announce(2)
+    few, many = waiter(store), waiter(store)
+    assert store.keyspace.wait_count(few, JOINS_KEY, 2)
+    assert not store.keyspace.wait_count(few, JOINS_KEY, 4)
+    assert not store.keyspace.wait_count(many, JOINS_KEY, 9)
+    store.announce(3)
+    assert not store.hub.pending_flush
+    store.announce(4)
+    assert store.hub.pending_flush == [few]
+    store.announce(0)
+    assert store.hub.pending_flush == [few, many]
+    assert store.keyspace.wait_count(few, JOINS_KEY, 5)
+    assert (store.keyspace.counters, store.keyspace.waiters, store.keyspace.size) == ({}, {}, 0)
 
 
 # The size of the store
 
 
-def test_waiters_count_bytes(engine: Store, keyspace: Keyspace) -> None:
-    fetching, first, second = waiter(engine), waiter(engine), waiter(engine)
+def test_waiters_count_bytes(store: Store, keyspace: Keyspace) -> None:
+    fetching, first, second = waiter(store), waiter(store), waiter(store)
     keyspace.fetch(fetching, b"key")
     assert keyspace.size == PARKED_BYTES + 3
     keyspace.wait_count(first, b"n", 1)
@@ -640,9 +638,9 @@ def test_waiters_count_bytes(engine: Store, keyspace: Keyspace) -> None:
 @pytest.mark.parametrize("command", ["fetch", "wait_count", "wait_count of more"])
 @pytest.mark.parametrize("left_over", [False, True])
 def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool) -> None:
-    engine = with_store_of(10_000)
-    keyspace = engine.keyspace
-    session, early = waiter(engine), waiter(engine)
+    store = with_store_of(10_000)
+    keyspace = store.keyspace
+    session, early = waiter(store), waiter(store)
     if left_over:
         keyspace.wait(session, [b"a"])
         keyspace.wait(session, [b"b"])
@@ -667,9 +665,9 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
 
 
-def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Store, keyspace: Keyspace) -> None:
+def test_many_fetches_of_which_one_was_canceled_leave_nothing(store: Store, keyspace: Keyspace) -> None:
     """An item ends all of them at once, and nothing is remembered of the place that the canceled one had."""
-    sessions = [waiter(engine) for _ in range(40)]
+    sessions = [waiter(store) for _ in range(40)]
     for session in sessions:
         assert keyspace.fetch(session, b"q") is None
     keyspace.cancel_fetch(sessions[1])
@@ -679,10 +677,10 @@ def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Store, key
     assert nothing_is_left(keyspace)
 
 
-def test_a_number_that_falls_while_its_waiters_are_woken(engine: Store, keyspace: Keyspace) -> None:
+def test_a_number_that_falls_while_its_waiters_are_woken(store: Store, keyspace: Keyspace) -> None:
     """Those whose target it had reached are woken all the same, however many."""
     keyspace.portion = 1
-    sessions = [waiter(engine) for _ in range(5)]
+    sessions = [waiter(store) for _ in range(5)]
     for session in sessions:
         assert not keyspace.wait_count(session, b"k", 10)
     keyspace.add(b"k", 10)
@@ -696,25 +694,25 @@ def test_a_number_that_falls_while_its_waiters_are_woken(engine: Store, keyspace
 
 
 @pytest.mark.parametrize("how", ["leaves", "joins another counter"])
-def test_who_joined_a_counter_that_was_deleted_and_leaves(engine: Store, keyspace: Keyspace, how: str) -> None:
+def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace: Keyspace, how: str) -> None:
     """The rank has joined again, and has lost that connection: it is not lost once it leaves on the first one."""
-    first, second = waiter(engine), waiter(engine)
+    first, second = waiter(store), waiter(store)
     assert keyspace.join(first, b"k", b"token") == 1
     keyspace.delete_key(b"k")
     assert keyspace.size == 0
     assert keyspace.join(second, b"k", b"token") == 1
     keyspace.leave(second)
-    assert keyspace.join(waiter(engine), b"k", b"") == 0
+    assert keyspace.join(waiter(store), b"k", b"") == 0
     if how == "leaves":
         keyspace.depart(first)
     else:
         keyspace.join(first, b"other", b"token")
-    assert keyspace.join(waiter(engine), b"k", b"") == 1
+    assert keyspace.join(waiter(store), b"k", b"") == 1
 
 
-def test_a_forked_process_forgets_all_waiters(engine: Store, keyspace: Keyspace) -> None:
+def test_a_forked_process_forgets_all_waiters(store: Store, keyspace: Keyspace) -> None:
     """Those with many stale registrations too."""
-    session = waiter(engine)
+    session = waiter(store)
     keyspace.wait(session, [b"%d" % number for number in range(5)])
     keyspace.wait(session, [b"k"])
     keyspace.portion = 2
@@ -726,15 +724,15 @@ def test_a_forked_process_forgets_all_waiters(engine: Store, keyspace: Keyspace)
     assert nothing_is_left(keyspace)
 
 
-def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(engine: Store, keyspace: Keyspace) -> None:
+def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(store: Store, keyspace: Keyspace) -> None:
     """It begins when they have been woken, and does not end with them."""
     keyspace.portion = 1
-    sessions = [waiter(engine) for _ in range(5)]
+    sessions = [waiter(store) for _ in range(5)]
     for session in sessions:
         keyspace.wait_count(session, b"k", 10)
     keyspace.add(b"k", 10)
     keyspace.add(b"k", -10)
-    late = waiter(engine)
+    late = waiter(store)
     assert not keyspace.wait_count(late, b"k", 10)
     postponed = keyspace.incremental
     keyspace.incremental = None

@@ -24,13 +24,13 @@ assert len(KEYS) == FEWEST
 
 
 @pytest.fixture
-def engine() -> Store:
+def store() -> Store:
     return Store(Limits())
 
 
 @pytest.fixture
-def keyspace(engine: Store) -> Keyspace:
-    return engine.keyspace
+def keyspace(store: Store) -> Keyspace:
+    return store.keyspace
 
 
 def ask(session: ServerSession, *commands: Command) -> bytes:
@@ -39,9 +39,9 @@ def ask(session: ServerSession, *commands: Command) -> bytes:
     return take(session)
 
 
-def parked(engine: Store, count: int, *, wait: Command = WAIT) -> list[ServerSession]:
+def parked(store: Store, count: int, *, wait: Command = WAIT) -> list[ServerSession]:
     """Return sessions that have sent this, and await something."""
-    sessions = [greeted(engine) for _ in range(count)]
+    sessions = [greeted(store) for _ in range(count)]
     for session in sessions:
         assert ask(session, wait) == b""
     return sessions
@@ -52,10 +52,10 @@ def woken(sessions: list[ServerSession]) -> list[int]:
     return [number for number, session in enumerate(sessions) if take(session) == b"\0"]
 
 
-def write(engine: Store, *keys: bytes, value: bytes = b"v") -> None:
-    ask(greeted(engine), *(Command("set", key, value) for key in keys))
-    while engine.keyspace.work:
-        engine.keyspace.step()
+def write(store: Store, *keys: bytes, value: bytes = b"v") -> None:
+    ask(greeted(store), *(Command("set", key, value) for key in keys))
+    while store.keyspace.work:
+        store.keyspace.step()
 
 
 def groups(keyspace: Keyspace) -> list[int]:
@@ -67,23 +67,23 @@ def groups(keyspace: Keyspace) -> list[int]:
 # Registration
 
 
-def test_all_but_the_first_are_registered_as_one(engine: Store, keyspace: Keyspace) -> None:
+def test_all_but_the_first_are_registered_as_one(store: Store, keyspace: Keyspace) -> None:
     """The list is known from the first request on and tracked from the second."""
-    sessions = parked(engine, 10)
+    sessions = parked(store, 10)
     assert groups(keyspace) == [1, 9]
     assert keyspace.parked == 2 * (PARKED_BYTES + 2) * 4 + 10 * MEMBER_BYTES
-    write(engine, *KEYS[:3])
+    write(store, *KEYS[:3])
     assert woken(sessions) == []
-    sessions += parked(engine, 1)
+    sessions += parked(store, 1)
     assert groups(keyspace) == [1, 10]
-    write(engine, KEYS[3])
+    write(store, KEYS[3])
     assert woken(sessions) == list(range(11))
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_one_more_waiter_costs_the_same_for_any_list(engine: Store) -> None:
+def test_one_more_waiter_costs_the_same_for_any_list(store: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
-    sessions = [greeted(engine) for _ in range(2002)]
+    sessions = [greeted(store) for _ in range(2002)]
     for session in sessions[:2]:
         ask(session, wait)
     tracemalloc.start()
@@ -96,89 +96,89 @@ def test_one_more_waiter_costs_the_same_for_any_list(engine: Store) -> None:
     assert each < 220, f"{each:.0f} bytes a waiter"
 
 
-def test_a_key_that_is_named_twice_counts_twice(engine: Store, keyspace: Keyspace) -> None:
-    sessions = parked(engine, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
+def test_a_key_that_is_named_twice_counts_twice(store: Store, keyspace: Keyspace) -> None:
+    sessions = parked(store, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
     assert set(keyspace.waiters[b"/a"].values()) == {3}
-    write(engine, b"/a")
+    write(store, b"/a")
     assert woken(sessions) == []
-    write(engine, b"/b")
+    write(store, b"/b")
     assert woken(sessions) == [0, 1, 2]
 
 
-def test_shorter_lists_are_registered_alone(engine: Store, keyspace: Keyspace) -> None:
-    parked(engine, 3, wait=Command("wait", KEYS[:3]))
+def test_shorter_lists_are_registered_alone(store: Store, keyspace: Keyspace) -> None:
+    parked(store, 3, wait=Command("wait", KEYS[:3]))
     assert groups(keyspace) == []
-    assert engine.key_lists.lists == {}
+    assert store.key_lists.lists == {}
 
 
-def test_a_wait_after_a_delete_awaits_that_key_too(engine: Store, keyspace: Keyspace) -> None:
-    write(engine, b"/a")
-    early = parked(engine, 3)
-    write(engine, b"/b")
-    ask(greeted(engine), Command("delete_key", b"/a"), Command("delete_key", b"/b"))
-    late = parked(engine, 2)
-    write(engine, b"/c", b"/d")
+def test_a_wait_after_a_delete_awaits_that_key_too(store: Store, keyspace: Keyspace) -> None:
+    write(store, b"/a")
+    early = parked(store, 3)
+    write(store, b"/b")
+    ask(greeted(store), Command("delete_key", b"/a"), Command("delete_key", b"/b"))
+    late = parked(store, 2)
+    write(store, b"/c", b"/d")
     assert woken(early) == [0, 1, 2]
     assert woken(late) == []
-    write(engine, b"/a", b"/b")
+    write(store, b"/a", b"/b")
     assert woken(late) == [0, 1]
 
 
-def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Store) -> None:
-    early = parked(engine, 3)
-    ask(greeted(engine), Command("barrier", b"/a", 2))
-    late = parked(engine, 2)
-    write(engine, b"/b", b"/c", b"/d")
+def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(store: Store) -> None:
+    early = parked(store, 3)
+    ask(greeted(store), Command("barrier", b"/a", 2))
+    late = parked(store, 2)
+    write(store, b"/b", b"/c", b"/d")
     assert woken(early) == []
     assert woken(late) == [0, 1]
-    assert ask(greeted(engine), Command("barrier", b"/a", 2)) == b"\0"
+    assert ask(greeted(store), Command("barrier", b"/a", 2)) == b"\0"
     assert woken(early) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", ["queue_push", "give_back"])
-def test_a_wait_does_not_await_a_queue_that_has_items(engine: Store, how: str) -> None:
+def test_a_wait_does_not_await_a_queue_that_has_items(store: Store, how: str) -> None:
     """An item that another waiter takes is none for the group, but the queue exists."""
-    other = greeted(engine)
+    other = greeted(store)
     if how == "give_back":
         ask(other, Command("queue_push", b"/a", b"item"), Command("lease", b"/a", 1))
-    single = parked(engine, 1, wait=Command("wait", [b"/a"]))
-    early = parked(engine, 3)
+    single = parked(store, 1, wait=Command("wait", [b"/a"]))
+    early = parked(store, 3)
     ask(other, Command("queue_push", b"/a", b"item") if how == "queue_push" else Command("give_back", 1))
     assert woken(single) == [0]
-    late = parked(engine, 2)
-    write(engine, b"/b", b"/c", b"/d")
+    late = parked(store, 2)
+    write(store, b"/b", b"/c", b"/d")
     assert woken(early) == []
     assert woken(late) == [0, 1]
 
 
-def test_a_wait_awaits_a_queue_that_was_emptied(engine: Store) -> None:
-    other = greeted(engine)
+def test_a_wait_awaits_a_queue_that_was_emptied(store: Store) -> None:
+    other = greeted(store)
     ask(other, Command("queue_push", b"/a", b"item"))
-    early = parked(engine, 3)
+    early = parked(store, 3)
     ask(other, Command("queue_pop", b"/a"))
-    late = parked(engine, 2)
-    write(engine, b"/b", b"/c", b"/d")
+    late = parked(store, 2)
+    write(store, b"/b", b"/c", b"/d")
     assert woken(early) == [0, 1, 2]
     assert woken(late) == []
-    write(engine, b"/a")
+    write(store, b"/a")
     assert woken(late) == [0, 1]
 
 
 def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
-    engine = Store(Limits(), portion=20)
-    parked(engine, 25, wait=Command("wait", KEYS[3:]))
-    early = parked(engine, 3)
-    ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS[2:]))
-    assert engine.keyspace.work
-    late = parked(engine, 2)
-    assert ask(greeted(engine), Command("set", KEYS[0], b"v"), Command("delete_key", KEYS[2])) == (1).to_bytes(
+    store = Store(Limits(), portion=20)
+    parked(store, 25, wait=Command("wait", KEYS[3:]))
+    early = parked(store, 3)
+    ask(greeted(store), *(Command("set", key, b"v") for key in KEYS[2:]))
+    assert store.keyspace.work
+    late = parked(store, 2)
+    assert ask(greeted(store), Command("set", KEYS[0], b"v"), Command("delete_key", KEYS[2])) == (1).to_bytes(
         8, "little"
     )
-    last = parked(engine, 2)
-    write(engine, KEYS[1])
+    last = parked(store, 2)
+    write(store, KEYS[1])
     assert woken(early + late) == [0, 1, 2, 3, 4]
     assert woken(last) == []
-    write(engine, KEYS[2])
+    write(store, KEYS[2])
     assert woken(last) == [0, 1]
 
 
@@ -186,81 +186,81 @@ def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_a_member_that_goes_takes_nobody_along(engine: Store, keyspace: Keyspace, how: str) -> None:
-    sessions = parked(engine, 5)
+def test_a_member_that_goes_takes_nobody_along(store: Store, keyspace: Keyspace, how: str) -> None:
+    sessions = parked(store, 5)
     for session in (sessions[0], sessions[3]):
         if how == "cancel":
             assert ask(session, CANCEL) == b"\1"
             assert (session.state, session.group, session.weight) == (IDLE, None, 0)
         else:
             session.leave()
-    write(engine, *KEYS)
+    write(store, *KEYS)
     assert woken(sessions) == [1, 2, 4]
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_the_last_member_ends_the_group(engine: Store, keyspace: Keyspace, how: str) -> None:
-    for session in parked(engine, 3):
+def test_the_last_member_ends_the_group(store: Store, keyspace: Keyspace, how: str) -> None:
+    for session in parked(store, 3):
         if how == "cancel":
             ask(session, CANCEL)
         else:
             session.leave()
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
-    again = parked(engine, 2)
+    again = parked(store, 2)
     assert groups(keyspace) == [2]
-    write(engine, *KEYS)
+    write(store, *KEYS)
     assert woken(again) == [0, 1]
 
 
 def test_a_large_group_is_woken_in_steps() -> None:
-    engine = Store(Limits(), portion=100)
-    sessions = parked(engine, 251)
-    writer = greeted(engine)
+    store = Store(Limits(), portion=100)
+    sessions = parked(store, 251)
+    writer = greeted(store)
     ask(writer, *(Command("set", key, b"v") for key in KEYS))
     assert woken(sessions) == [0]  # the first one is registered by itself
     for expected in (range(1, 101), range(101, 201), range(201, 251)):
-        engine.keyspace.step()
+        store.keyspace.step()
         assert woken(sessions) == list(expected)
-    assert (engine.keyspace.work, engine.keyspace.parked) == (type(engine.keyspace.work)(), 0)
+    assert (store.keyspace.work, store.keyspace.parked) == (type(store.keyspace.work)(), 0)
 
 
 def test_a_member_that_sends_while_its_group_is_woken_is_woken_first() -> None:
-    engine = Store(Limits(), portion=100)
-    sessions = parked(engine, 251)
-    ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS))
+    store = Store(Limits(), portion=100)
+    sessions = parked(store, 251)
+    ask(greeted(store), *(Command("set", key, b"v") for key in KEYS))
     assert ask(sessions[200], Command("ping", 7)) == b"\0\7\0\0\0"
     assert ask(sessions[250], CANCEL) == b"\0\1"
     sessions[240].leave()
-    while engine.keyspace.work:
-        engine.keyspace.step()
+    while store.keyspace.work:
+        store.keyspace.step()
     assert woken(sessions) == [number for number in range(251) if number not in (200, 240, 250)]
 
 
 def test_a_member_is_woken_first_though_its_group_is_still_to_be_counted_down() -> None:
-    engine = Store(Limits(), portion=20)
-    single = parked(engine, 15, wait=Command("wait", KEYS[3:]))
+    store = Store(Limits(), portion=20)
+    single = parked(store, 15, wait=Command("wait", KEYS[3:]))
     lists = [[*KEYS[:3], b"/%d" % number, KEYS[3]] for number in range(10)]
-    sessions = [session for keys in lists for session in parked(engine, 3, wait=Command("wait", keys))]
-    write(engine, *KEYS[:3], *(b"/%d" % number for number in range(10)))
-    ask(greeted(engine), Command("set", KEYS[3], b"v"))
-    assert engine.keyspace.work
+    sessions = [session for keys in lists for session in parked(store, 3, wait=Command("wait", keys))]
+    write(store, *KEYS[:3], *(b"/%d" % number for number in range(10)))
+    ask(greeted(store), Command("set", KEYS[3], b"v"))
+    assert store.keyspace.work
     assert ask(sessions[29], Command("ping", 7)) == b"\0\7\0\0\0"
     assert ask(sessions[28], CANCEL) == b"\0\1"
-    while engine.keyspace.work:
-        engine.keyspace.step()
+    while store.keyspace.work:
+        store.keyspace.step()
     assert len(woken(single)) == 15
     assert woken(sessions) == list(range(28))
-    assert engine.keyspace.parked == 0
+    assert store.keyspace.parked == 0
 
 
 # Queues
 
 
-def test_members_take_items_one_after_the_other(engine: Store, keyspace: Keyspace) -> None:
-    write(engine, *KEYS[1:])
-    sessions = parked(engine, 4)
-    other = greeted(engine)
+def test_members_take_items_one_after_the_other(store: Store, keyspace: Keyspace) -> None:
+    write(store, *KEYS[1:])
+    sessions = parked(store, 4)
+    other = greeted(store)
     for number in range(3):
         ask(other, Command("queue_push", b"/a", b"item"))
         assert woken(sessions) == [number]
@@ -270,34 +270,34 @@ def test_members_take_items_one_after_the_other(engine: Store, keyspace: Keyspac
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_who_came_between_is_served_between(engine: Store) -> None:
-    write(engine, *KEYS[1:])
-    sessions = parked(engine, 2)
-    sessions += parked(engine, 1, wait=Command("wait", [b"/a"]))
-    sessions += parked(engine, 2)
-    other = greeted(engine)
+def test_who_came_between_is_served_between(store: Store) -> None:
+    write(store, *KEYS[1:])
+    sessions = parked(store, 2)
+    sessions += parked(store, 1, wait=Command("wait", [b"/a"]))
+    sessions += parked(store, 2)
+    other = greeted(store)
     for number in range(5):
         ask(other, Command("queue_push", b"/a", b"item"))
         assert woken(sessions) == [number]
 
 
-def test_another_list_that_names_the_queue_comes_between(engine: Store) -> None:
-    write(engine, b"/b", b"/c", b"/d", b"/e")
-    sessions = parked(engine, 3)
-    sessions += parked(engine, 3, wait=Command("wait", [b"/a", b"/c", b"/d", b"/e"]))
-    sessions += parked(engine, 3)
-    other = greeted(engine)
+def test_another_list_that_names_the_queue_comes_between(store: Store) -> None:
+    write(store, b"/b", b"/c", b"/d", b"/e")
+    sessions = parked(store, 3)
+    sessions += parked(store, 3, wait=Command("wait", [b"/a", b"/c", b"/d", b"/e"]))
+    sessions += parked(store, 3)
+    other = greeted(store)
     for number in range(9):
         ask(other, Command("queue_push", b"/a", b"item"))
         assert woken(sessions) == [number]
 
 
-def test_an_item_counts_a_group_down_that_awaits_more(engine: Store, keyspace: Keyspace) -> None:
-    write(engine, *KEYS[2:])
-    sessions = parked(engine, 3)
-    ask(greeted(engine), Command("queue_push", b"/a", b"item"))
+def test_an_item_counts_a_group_down_that_awaits_more(store: Store, keyspace: Keyspace) -> None:
+    write(store, *KEYS[2:])
+    sessions = parked(store, 3)
+    ask(greeted(store), Command("queue_push", b"/a", b"item"))
     assert woken(sessions) == []
-    write(engine, b"/b")
+    write(store, b"/b")
     assert woken(sessions) == [0, 1, 2]
     assert keyspace.handoffs == {}
 
@@ -306,47 +306,47 @@ def test_an_item_counts_a_group_down_that_awaits_more(engine: Store, keyspace: K
 
 
 @pytest.mark.parametrize("second", [Command("wait", [b"/x"]), Command("barrier", b"/x", 2)], ids=["wait", "barrier"])
-def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Store, keyspace: Keyspace, second: Command) -> None:
-    sessions = parked(engine, 3)
+def test_a_member_that_waits_again_keeps_what_it_awaited(store: Store, keyspace: Keyspace, second: Command) -> None:
+    sessions = parked(store, 3)
     assert ask(sessions[1], second) == b""
     assert groups(keyspace) == [1, 1]
     assert sessions[1].parked == {*KEYS, b"/x"}
-    write(engine, b"/b")  # counts for the second wait now
+    write(store, b"/b")  # counts for the second wait now
     assert woken(sessions) == [1]
-    write(engine, *KEYS)
+    write(store, *KEYS)
     assert woken(sessions) == [0, 2]
     for session in sessions:
         session.leave()
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_a_member_that_waits_again_goes_to_the_end(engine: Store) -> None:
-    write(engine, *KEYS[1:])
-    sessions = parked(engine, 3)
+def test_a_member_that_waits_again_goes_to_the_end(store: Store) -> None:
+    write(store, *KEYS[1:])
+    sessions = parked(store, 3)
     assert ask(sessions[1], Command("wait", [b"/x"])) == b""
-    sessions += parked(engine, 2)
-    other = greeted(engine)
+    sessions += parked(store, 2)
+    other = greeted(store)
     for number in (0, 2, 1, 3, 4):
         ask(other, Command("queue_push", b"/a", b"item"))
         assert woken(sessions) == [number]
 
 
-def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(engine: Store, keyspace: Keyspace) -> None:
-    sessions = parked(engine, 2)
-    sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
+def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(store: Store, keyspace: Keyspace) -> None:
+    sessions = parked(store, 2)
+    sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], WAIT) == b""
     assert sessions[2].parked == {*KEYS, b"/x"}
-    sessions += parked(engine, 2)
+    sessions += parked(store, 2)
     assert groups(keyspace) == [1, 1, 2]
-    write(engine, *KEYS)
+    write(store, *KEYS)
     assert woken(sessions) == [0, 1, 2, 3, 4]
 
 
-def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engine: Store, keyspace: Keyspace) -> None:
-    sessions = parked(engine, 2)
-    sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
+def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(store: Store, keyspace: Keyspace) -> None:
+    sessions = parked(store, 2)
+    sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], Command("wait", [b"/y"])) == b""
-    write(engine, b"/x", b"/y")
+    write(store, b"/x", b"/y")
     assert take(sessions[2]) == b"\0"
     assert sessions[2].parked is None
     assert ask(sessions[2], WAIT) == b""
@@ -354,30 +354,30 @@ def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engi
 
 
 def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
-    engine = Store(Limits())
-    sessions = parked(engine, 3)
-    engine.keyspace.on_full = None
-    engine.keyspace.max_size = engine.keyspace.size + 4 * PARKED_BYTES
-    before = registrations(engine.keyspace), engine.keyspace.size
+    store = Store(Limits())
+    sessions = parked(store, 3)
+    store.keyspace.on_full = None
+    store.keyspace.max_size = store.keyspace.size + 4 * PARKED_BYTES
+    before = registrations(store.keyspace), store.keyspace.size
     for second in (Command("wait", [b"/x"]), Command("barrier", b"/x", 2)):
         with pytest.raises(LimitError):
             sessions[2].receive(second.frame)
-        assert (registrations(engine.keyspace), engine.keyspace.size) == before
-        assert engine.keyspace.values == {}
+        assert (registrations(store.keyspace), store.keyspace.size) == before
+        assert store.keyspace.values == {}
 
 
 # Replies
 
 
-def test_a_reply_is_made_once_until_a_key_changes(engine: Store) -> None:
-    write(engine, *KEYS)
-    sessions = [greeted(engine) for _ in range(5)]
+def test_a_reply_is_made_once_until_a_key_changes(store: Store) -> None:
+    write(store, *KEYS)
+    sessions = [greeted(store) for _ in range(5)]
     for session in sessions:
         session.receive(MULTI_GET.frame)
     assert [len(session.out) for session in sessions] == [4, 4, 1, 1, 1]
     assert sessions[2].out[0] is sessions[3].out[0] is sessions[4].out[0]
     assert {take(session) for session in sessions} == {blob(b"v") * 4}
-    write(engine, b"/x")
+    write(store, b"/x")
     sessions[0].receive(MULTI_GET.frame)
     assert len(sessions[0].out) == 1
 
@@ -396,15 +396,15 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda command: command.name)
-def test_every_change_ends_a_kept_reply(engine: Store, change: Command) -> None:
-    write(engine, *KEYS, value=b"7")
-    session, other = greeted(engine), greeted(engine)
+def test_every_change_ends_a_kept_reply(store: Store, change: Command) -> None:
+    write(store, *KEYS, value=b"7")
+    session, other = greeted(store), greeted(store)
     for form in (Command("set", b"/b", b"7"), Command("add", b"/b", 7), Command("append", b"/b", b"7")):
         ask(other, Command("delete_key", b"/b"), form)
         for _ in range(4):
             ask(session, MULTI_GET)
             assert ask(session, CHECK) == b"\0"
-        assert engine.keyspace.tracked[b"/b"].reply is not None
+        assert store.keyspace.tracked[b"/b"].reply is not None
         ask(other, change)
         reply = ask(session, MULTI_GET)  # before anything else reads the new value
         assert reply == b"".join(ask(other, Command("get", key)) for key in KEYS)
@@ -412,49 +412,49 @@ def test_every_change_ends_a_kept_reply(engine: Store, change: Command) -> None:
 
 
 @pytest.mark.parametrize("push", [Command("queue_push", b"/b", b"item"), Command("set", b"/b", b"v")], ids=repr)
-def test_presence_follows_keys_and_queues(engine: Store, push: Command) -> None:
-    write(engine, b"/a", b"/c", b"/d")
-    session = greeted(engine)
+def test_presence_follows_keys_and_queues(store: Store, push: Command) -> None:
+    write(store, b"/a", b"/c", b"/d")
+    session = greeted(store)
     undo = Command("queue_pop", b"/b") if push.name == "queue_push" else Command("delete_key", b"/b")
     for _ in range(3):
         assert ask(session, CHECK) == b"\1"
-        ask(greeted(engine), push)
+        ask(greeted(store), push)
         assert ask(session, CHECK) == b"\0"
         assert ask(session, WAIT) == b"\0"
-        ask(greeted(engine), undo)
-    ask(greeted(engine), push)
+        ask(greeted(store), undo)
+    ask(greeted(store), push)
     assert ask(session, CHECK, Command("lease", b"/b", 1))[:1] == b"\0"
     assert ask(session, CHECK) == (b"\1" if push.name == "queue_push" else b"\0")
     ask(session, Command("give_back", 1))
     assert ask(session, CHECK) == b"\0"
 
 
-def test_a_reserved_key_in_a_list(engine: Store) -> None:
-    write(engine, *KEYS)
+def test_a_reserved_key_in_a_list(store: Store) -> None:
+    write(store, *KEYS)
     check = Command("check", [*KEYS, b"tcpstore_async/joins"])
-    session = greeted(engine)
+    session = greeted(store)
     assert [ask(session, check) for _ in range(3)] == [b"\1"] * 3
-    sessions = parked(engine, 3, wait=Command("wait", check.fields[0]))
-    engine.announce(3)
+    sessions = parked(store, 3, wait=Command("wait", check.fields[0]))
+    store.announce(3)
     assert ask(session, check) == b"\0"
     assert ask(session, Command("wait", check.fields[0])) == b"\0"
     assert woken(sessions) == []  # as for one key
 
 
-def test_unsent_replies_are_counted_once(engine: Store) -> None:
-    write(engine, *KEYS, value=bytes(10_000))
-    sessions = [greeted(engine) for _ in range(50)]
+def test_unsent_replies_are_counted_once(store: Store) -> None:
+    write(store, *KEYS, value=bytes(10_000))
+    sessions = [greeted(store) for _ in range(50)]
     for session in sessions:
         session.receive(MULTI_GET.frame)
-    before = engine.budget.others
+    before = store.budget.others
     for session in sessions[2:]:
         session.keep_unsent(list(session.out), 0)
-    assert engine.budget.others - before < 40_000 + 48 * 1100 + 400
+    assert store.budget.others - before < 40_000 + 48 * 1100 + 400
 
 
-def test_a_large_reply_is_not_kept(engine: Store) -> None:
-    write(engine, *KEYS, value=bytes(1 << 19))
-    session = greeted(engine)
+def test_a_large_reply_is_not_kept(store: Store) -> None:
+    write(store, *KEYS, value=bytes(1 << 19))
+    session = greeted(store)
     for _ in range(4):
         session.receive(MULTI_GET.frame)
         assert len(session.out) == 4
@@ -463,14 +463,14 @@ def test_a_large_reply_is_not_kept(engine: Store) -> None:
 
 def test_a_reply_that_does_not_fit_is_not_kept() -> None:
     """Lists that are being compared stay, so they leave no room."""
-    engine = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
-    cache = engine.key_lists
-    write(engine, *KEYS, value=bytes(30_000))
-    session = greeted(engine)
+    store = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    cache = store.key_lists
+    write(store, *KEYS, value=bytes(30_000))
+    session = greeted(store)
     lists = [Command("multi_get", [b"/%d" % number, *KEYS]) for number in range(20)]
     for command in lists:
         ask(session, command)
-        greeted(engine).receive(command.frame[:-1])
+        greeted(store).receive(command.frame[:-1])
     assert all(listed.compared for listed in cache.lists.values())
     for command in lists:
         expected = bytes(8) + (blob(bytes(30_000))) * 4
@@ -486,52 +486,52 @@ def test_a_reply_that_does_not_fit_is_not_kept() -> None:
 
 
 def test_lists_are_forgotten_when_they_take_too_much() -> None:
-    engine = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
-    cache = engine.key_lists
+    store = Store(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    cache = store.key_lists
     assert cache.capacity == 1 << 20
-    session = greeted(engine)
+    session = greeted(store)
     lists = [Command("check", [b"/%d/%d" % (number, at) for at in range(50)]) for number in range(300)]
     for command in lists:
         assert ask(session, command, command) == b"\1\1"
         assert cache.size <= cache.capacity
     assert 50 < len(cache.lists) < 300
-    assert len(engine.keyspace.tracked) == 50 * len(cache.lists)
-    assert engine.budget.others == engine.budget.session_bytes + cache.size
+    assert len(store.keyspace.tracked) == 50 * len(cache.lists)
+    assert store.budget.others == store.budget.session_bytes + cache.size
 
 
 def test_a_forgotten_list_keeps_its_waiters() -> None:
-    engine = Store(Limits())
-    engine.key_lists.capacity = 4000
-    early = parked(engine, 3)
+    store = Store(Limits())
+    store.key_lists.capacity = 4000
+    early = parked(store, 3)
     for number in range(9):
         command = Command("check", [b"/%d/%d" % (number, at) for at in range(4)])
-        ask(greeted(engine), command, command)
-    assert engine.keyspace.tracked.get(b"/a") is None
-    late = parked(engine, 3)
-    assert groups(engine.keyspace) == [1, 2, 1, 2]
-    write(engine, *KEYS)
+        ask(greeted(store), command, command)
+    assert store.keyspace.tracked.get(b"/a") is None
+    late = parked(store, 3)
+    assert groups(store.keyspace) == [1, 2, 1, 2]
+    write(store, *KEYS)
     assert woken(early + late) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_cut_frame_that_is_known_is_not_kept(engine: Store) -> None:
+def test_a_cut_frame_that_is_known_is_not_kept(store: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
-    parked(engine, 2, wait=wait)
+    parked(store, 2, wait=wait)
     for step in (1, 1000, 5000, wait.size - 1):
-        session = greeted(engine)
+        session = greeted(store)
         for at in range(0, wait.size, step):
             session.receive(wait.frame[at : at + step])
             assert session.input_buffer is None or at < 32, "nothing is joined with what comes next"
             assert session.held < 200
         assert session.group is not None
-        assert engine.budget.unfinished == 0
+        assert store.budget.unfinished == 0
 
 
 @pytest.mark.parametrize("differs", [40, 5000, 5007, 5008, -1])
-def test_what_had_arrived_counts_once_it_differs(engine: Store, differs: int) -> None:
+def test_what_had_arrived_counts_once_it_differs(store: Store, differs: int) -> None:
     """The peer that stalls then holds what it has sent, whole keys and the start of the next."""
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
-    parked(engine, 2, wait=wait)
-    session = greeted(engine)
+    parked(store, 2, wait=wait)
+    session = greeted(store)
     frame = wait.frame
     differs %= len(frame)
     session.receive(frame[: differs - 3])
@@ -539,17 +539,17 @@ def test_what_had_arrived_counts_once_it_differs(engine: Store, differs: int) ->
     session.receive(frame[differs - 3 : differs] + bytes([frame[differs] ^ 1]))
     if differs < wait.size - 1:
         assert session.held > differs
-        assert engine.budget.unfinished == session.held
+        assert store.budget.unfinished == session.held
         session.leave()
-    assert engine.budget.unfinished == 0
+    assert store.budget.unfinished == 0
 
 
 @pytest.mark.parametrize("last", [b"/d", b"/e", b"/longer", b"", b"/", b"/d2"])
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11, 23, 50])
-def test_a_frame_that_begins_as_a_known_list(engine: Store, step: int, last: bytes) -> None:
+def test_a_frame_that_begins_as_a_known_list(store: Store, step: int, last: bytes) -> None:
     """However it is cut, it is complete with its own last byte."""
-    write(engine, b"/a", b"/b", b"/c", last)
-    session = greeted(engine)
+    write(store, b"/a", b"/b", b"/c", last)
+    session = greeted(store)
     ask(session, CHECK, CHECK)
     other = Command("check", [*KEYS[:3], last])
     for at in range(0, other.size - 1, step):
@@ -558,13 +558,13 @@ def test_a_frame_that_begins_as_a_known_list(engine: Store, step: int, last: byt
     assert not session.out
     session.receive(other.frame[-1:])
     assert take(session) == b"\0"
-    assert engine.budget.unfinished == 0
+    assert store.budget.unfinished == 0
 
 
-def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Store) -> None:
-    ask(greeted(engine), CHECK, CHECK)
-    (listed,) = engine.key_lists.lists.values()
-    session, other = greeted(engine), greeted(engine)
+def test_a_peer_that_leaves_in_the_middle_of_a_frame(store: Store) -> None:
+    ask(greeted(store), CHECK, CHECK)
+    (listed,) = store.key_lists.lists.values()
+    session, other = greeted(store), greeted(store)
     for one in (session, other):
         one.receive(CHECK.frame[:-1])
     assert listed.compared == 2
@@ -580,27 +580,27 @@ def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Store) -> None:
 def test_a_job_of_98304_ranks_meets_no_limit() -> None:
     """In small: 1/48 of the ranks and of the budget, with all the keys."""
     ranks, roots = 98_304 // 48, 768
-    engine = Store(Limits(budget_bytes=8 * GIB // 48))
+    store = Store(Limits(budget_bytes=8 * GIB // 48))
     keys = [b"/default_pg/0//cuda//nccl_storekey_0_%d" % number for number in range(roots)]
     wait, read = Command("wait", keys), Command("multi_get", keys)
-    sessions = [greeted(engine) for _ in range(ranks)]
+    sessions = [greeted(store) for _ in range(ranks)]
     for session in sessions:
         session.receive(wait.frame)
         assert session.held < 300
-    assert engine.keyspace.parked < 2 * 768 * 600 + ranks * MEMBER_BYTES
-    write(engine, *keys, value=bytes(128))
+    assert store.keyspace.parked < 2 * 768 * 600 + ranks * MEMBER_BYTES
+    write(store, *keys, value=bytes(128))
     assert woken(sessions) == list(range(ranks))
     for session in sessions:
         session.receive(read.frame)
         session.keep_unsent(list(session.out), 0)
         session.out.clear()
-    assert not engine.hub.evicted
-    assert engine.budget.used() < engine.budget.limit // 8
+    assert not store.hub.evicted
+    assert store.budget.used() < store.budget.limit // 8
 
 
-def test_who_is_alone_in_a_group_holds_all_of_it(engine: Store) -> None:
+def test_who_is_alone_in_a_group_holds_all_of_it(store: Store) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
-    (alone,) = parked(engine, 1, wait=wait)
-    assert engine.budget._holds(alone) > 900 * PARKED_BYTES
-    many = parked(engine, 100, wait=wait)
-    assert engine.budget._holds(many[0]) < 6000
+    (alone,) = parked(store, 1, wait=wait)
+    assert store.budget._holds(alone) > 900 * PARKED_BYTES
+    many = parked(store, 100, wait=wait)
+    assert store.budget._holds(many[0]) < 6000

@@ -35,7 +35,7 @@ from tcpstore_async.session.transport import Transport
 TOKEN = Access("t", max_keys=10, max_bytes=100_000)
 
 
-def engine(portion: int = 1000) -> Store:
+def store(portion: int = 1000) -> Store:
     made = Store(Limits(), portion)
     made.identify(identity("this server", "uv"))
     return made
@@ -68,7 +68,7 @@ def in_use(of: Store) -> tuple[int, int]:
 
 @pytest.mark.parametrize("evicted", [False, True])
 def test_what_goes_back_to_its_queue_counts(evicted: bool) -> None:
-    of = engine()
+    of = store()
     keeper, leaver = session(of), session(of)
     for number in range(9):
         keeper.receive(push(b"/q%d" % number, bytes(9000)))
@@ -83,7 +83,7 @@ def test_what_goes_back_to_its_queue_counts(evicted: bool) -> None:
 
 def test_limits_hold_while_items_are_leased() -> None:
     """A queue counts until none of its items can go back."""
-    of = engine()
+    of = store()
     keeper, worker = session(of), session(of)
     for number in range(10):
         keeper.receive(push(b"/q%d" % number, b""))
@@ -104,7 +104,7 @@ def test_limits_hold_while_items_are_leased() -> None:
 
 
 def test_keys_that_are_written_again_add_nothing() -> None:
-    of = engine()
+    of = store()
     peer = session(of, Access("t", max_keys=1200, max_bytes=300_000))
     items = [(b"/%d" % number, bytes(100)) for number in range(1200)]
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_keys_that_are_written_again_add_nothing() -> None:
 
 
 def test_a_large_value_can_be_replaced() -> None:
-    of = engine()
+    of = store()
     peer = session(of)
     for _ in range(3):
         peer.receive(set_(b"/k", bytes(90_000)))
@@ -129,14 +129,14 @@ def test_a_large_value_can_be_replaced() -> None:
 
 
 def test_a_compare_set_that_stores_nothing_is_not_refused() -> None:
-    of = engine()
+    of = store()
     peer = session(of, Access("t", max_keys=1))
     peer.receive(set_(b"/a", b"1") + compare_set(b"/b", b"expected", b"new") + compare_set(b"/a", b"2", b"3"))
     assert in_use(of) == measured(of)
 
 
 def test_a_multi_set_that_waits_for_another_and_is_abandoned_counts_nothing() -> None:
-    of = engine(portion=3)
+    of = store(portion=3)
     waiting, first, second = session(of), session(of), session(of)
     keys = [b"/%d" % number for number in range(8)]
     waiting.receive(wait(*keys))
@@ -157,7 +157,7 @@ def test_a_multi_set_that_waits_for_another_and_is_abandoned_counts_nothing() ->
 
 
 def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None:
-    of = engine(portion=2)
+    of = store(portion=2)
     peer, other = session(of), session(of)
     peer.receive(wait(*[b"/%d" % number for number in range(5)]))
     finish(of, peer)
@@ -171,7 +171,7 @@ def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None
 
 
 def test_pieces_that_are_joined_by_a_read_count_no_more() -> None:
-    of = engine()
+    of = store()
     peer = session(of)
     peer.receive(append(b"/k", b"a") + append(b"/k", b"b"))
     assert in_use(of) == measured(of)
@@ -180,7 +180,7 @@ def test_pieces_that_are_joined_by_a_read_count_no_more() -> None:
 
 
 def test_agents_that_leave_are_given_back() -> None:
-    of = engine()
+    of = store()
     first = session(of)
     first.receive(meet(b"/r", b"first", 9, 9))
     for number in range(50):
@@ -195,7 +195,7 @@ def test_agents_that_leave_are_given_back() -> None:
 
 
 def test_silent_agents_that_are_removed_in_steps_are_given_back() -> None:
-    of = engine()
+    of = store()
     token = Access("t", max_bytes=10_000_000)
     agents = [session(of, token) for _ in range(250)]
     for number, agent in enumerate(agents):
@@ -214,12 +214,12 @@ class Away(Transport):
 
     away = True
 
-    def pass_over(self, engine: Store, queue: bytes) -> bool:
+    def skip_suspended(self, store: Store, queue: bytes) -> bool:
         return self.away
 
 
 def test_an_item_that_is_offered_when_its_waiter_is_back_counts() -> None:
-    of = engine()
+    of = store()
     owner = Away(of, "10.0.0.7", 1, 0.0)
     owner.session.grant_access(TOKEN)
     owner.session.receive(HANDSHAKE + lease_later(b"/q", 1))
@@ -232,7 +232,7 @@ def test_an_item_that_is_offered_when_its_waiter_is_back_counts() -> None:
 
 
 def test_others_keys_that_are_deleted_are_not_given_back() -> None:
-    of = engine()
+    of = store()
     peer, other = session(of), session(of, Access("u", max_keys=5))
     other.receive(set_(b"/theirs", bytes(1000)))
     peer.receive(set_(b"/mine", b"") + delete(b"/theirs") + add(b"/mine2", 1))
@@ -241,7 +241,7 @@ def test_others_keys_that_are_deleted_are_not_given_back() -> None:
 
 
 def test_an_item_that_is_leased_to_anothers_waiter_counts_for_that() -> None:
-    of = engine()
+    of = store()
     pusher, waiter = session(of), session(of, Access("u", max_keys=5))
     waiter.receive(set_(b"/theirs", b"") + lease_later(b"/q", 1))
     theirs = of.hub.auth.usage["u"].bytes
@@ -255,7 +255,7 @@ def test_an_item_that_is_leased_to_anothers_waiter_counts_for_that() -> None:
 
 def test_nobody_is_locked_out_by_what_others_have_deleted() -> None:
     """The store bounds what its holders have stored, whoever emptied it."""
-    of = engine()
+    of = store()
     peer, admin = session(of), session(of, Access("u"))
     for _ in range(3):
         for number in range(10):

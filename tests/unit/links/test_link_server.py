@@ -52,7 +52,7 @@ class Reply:
     """The reply to a LINK, and the connection that sent it."""
 
     def __init__(self, registry: LinkRegistry, frame: bytes) -> None:
-        self.session = ServerSession(registry.engine, None, "10.0.0.7", 1, 0.0)
+        self.session = ServerSession(registry.store, None, "10.0.0.7", 1, 0.0)
         self.session.receive(HANDSHAKE + frame)
         out = b"".join(self.session.out)
         self.session.out.clear()
@@ -159,7 +159,7 @@ def test_a_link_whose_ends_have_lost_what_they_took_is_not_resumed(
     while registry.work():
         pass
     assert (registry.links, registry.sessions) == ({}, 0)
-    assert carrier in registry.engine.hub.evicted
+    assert carrier in registry.store.hub.evicted
 
 
 def test_a_link_whose_client_has_forgotten_replies_is_not_resumed(registry: LinkRegistry) -> None:
@@ -195,7 +195,7 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
         ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"4"),
     ):
         assert (delayed.status, "attempt 4" in delayed.reason) == ("refused", True)
-        assert delayed.session not in registry.engine.hub.evicted
+        assert delayed.session not in registry.store.hub.evicted
     assert (registry.links, link.carrier, len(link.sessions)) == ({ID: link}, last, 1)
 
 
@@ -225,7 +225,7 @@ def test_attempts_of_a_client_have_numbers() -> None:
 def test_a_client_that_never_heard_of_its_link_begins_anew(registry: LinkRegistry) -> None:
     first = ask(registry)
     assert ask(registry).status == "new"
-    assert first.session in registry.engine.hub.evicted
+    assert first.session in registry.store.hub.evicted
     assert len(registry.links) == 1
 
 
@@ -291,13 +291,13 @@ def test_frames_that_must_not_be_end_the_link(target: LinkTarget, frames: list[t
     """And nothing else."""
     greeted(target, "a")
     other = ask(target.registry).session
-    before = len(target.engine.budget.holders)
+    before = len(target.store.budget.holders)
     with pytest.raises(ProtocolError):
         target.carrier.session.receive(batch(server_end(target).taken + 1, *frames))
     target.carrier.close()
     target.serve()
     assert (list(target.registry.links), target.registry.sessions) == ([ID], 0)
-    assert len(target.engine.budget.holders) == before - 3
+    assert len(target.store.budget.holders) == before - 3
     other.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
     assert b"pong" in b"".join(other.out)
 
@@ -372,9 +372,9 @@ def test_what_is_opened_and_refused_is_counted() -> None:
             carrier.out.clear()
             carrier.unsent = 0
             memory = max(memory, registry.links[ID].held_bytes())
-            server_bytes = registry.engine.budget.used()
+            server_bytes = registry.store.budget.used()
     assert 17 * memory > server_bytes - LINK_BYTES > MIB / 2
-    assert registry.engine.budget.used() < MIB / 4
+    assert registry.store.budget.used() < MIB / 4
 
 
 # Flow
@@ -397,7 +397,7 @@ def test_a_rank_that_reads_nothing_stops_itself_only() -> None:
     target.read("a")
     got += len(heard(target, "a"))
     assert got == 100 * 100_008 + 8
-    assert target.engine.keyspace.values[b"n"] == 11
+    assert target.store.keyspace.values[b"n"] == 11
 
 
 def test_bytes_for_a_session_that_is_held_back_are_appended() -> None:
@@ -411,11 +411,11 @@ def test_bytes_for_a_session_that_is_held_back_are_appended() -> None:
     for byte in ping(b"pong") * 1000:
         linked.receive(bytes([byte]))
     assert linked.session.input_buffer is buffer
-    assert target.engine.budget.unfinished == linked.session.held > 5000
+    assert target.store.budget.unfinished == linked.session.held > 5000
     target.reads = True
     target.read("a")
     assert heard(target, "a").endswith(b"pong" * 1000)
-    assert target.engine.budget.unfinished == 0
+    assert target.store.budget.unfinished == 0
 
 
 def test_a_rank_that_ends_still_gets_its_replies() -> None:
@@ -510,15 +510,15 @@ def test_an_item_is_not_offered_to_a_session_without_a_connection() -> None:
     target.say("a", wait(b"q"))
     target.say("b", wait(b"q"))
     target.cut_off()
-    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other = ServerSession(target.store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + push(b"q", b"1") + push(b"q", b"2") + push(b"q", b"3"))
-    assert target.engine.keyspace.handoffs == {}
-    later = ServerSession(target.engine, None, "h", 1, 0.0)
+    assert target.store.keyspace.handoffs == {}
+    later = ServerSession(target.store, None, "h", 1, 0.0)
     later.receive(HANDSHAKE + pop(b"q"))
     assert later.out
     target.dial()
     target.exchange()
-    assert target.engine.keyspace.handoffs == {b"q": 2}
+    assert target.store.keyspace.handoffs == {b"q": 2}
     assert heard(target, "a") == heard(target, "b") == b"\0"
 
 
@@ -530,7 +530,7 @@ def test_a_link_is_not_resumed_when_the_server_is_about_to_stop(registry: LinkRe
     reply = ask(registry, instance=b"this server", taken=b"0", told=b"0")
     assert reply.status == "unknown"
     assert not registry.is_carrier(reply.session)
-    assert carrier in registry.engine.hub.evicted
+    assert carrier in registry.store.hub.evicted
     while registry.work():
         pass
     assert (registry.links, registry.sessions) == ({}, 0)
@@ -544,19 +544,19 @@ def test_offers_are_made_in_portions() -> None:
         target.link.send(target.peers[name], HANDSHAKE + wait(b"q"))
     target.exchange()
     target.cut_off()
-    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other = ServerSession(target.store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + push(b"q", b"") * 1500)
     target.dial()
     assert target.registry.work()
-    assert target.engine.keyspace.handoffs == {b"q": 1000}
+    assert target.store.keyspace.handoffs == {b"q": 1000}
     target.exchange()
-    assert target.engine.keyspace.handoffs == {b"q": 1500}
+    assert target.store.keyspace.handoffs == {b"q": 1500}
 
 
 def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
     """A second link is back; the sessions of the first, which is not, come first in the queue."""
-    engine = Store(Limits())
-    registry = LinkRegistry(engine, "this server", 30.0)
+    store = Store(Limits())
+    registry = LinkRegistry(store, "this server", 30.0)
     for number in range(2):
         carrier = ask(registry, id=bytes([number] * 16)).session
         carrier.receive(batch(1, *[(1, one, OPEN) for one in range(1, 1001)]))
@@ -566,21 +566,21 @@ def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
             while carrier.stalled():
                 carrier.receive(b"")
         carrier.leave()
-    other = ServerSession(engine, None, "h", 1, 0.0)
+    other = ServerSession(store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + push(b"q", b"") * 200)
-    assert engine.keyspace.handoffs == {}
+    assert store.keyspace.handoffs == {}
     ask(registry, id=bytes([1] * 16), instance=b"this server", taken=b"0", told=b"0")
     assert registry.work()
-    assert 0 < engine.keyspace.handoffs[b"q"] < 20
+    assert 0 < store.keyspace.handoffs[b"q"] < 20
     while registry.work():
         pass
-    assert engine.keyspace.handoffs == {b"q": 200}
+    assert store.keyspace.handoffs == {b"q": 200}
 
 
 def test_replies_that_waited_are_sent_in_portions() -> None:
     """All at once when the window opens would take long with many sessions."""
-    engine = Store(Limits())
-    registry = LinkRegistry(engine, "this server", 30.0)
+    store = Store(Limits())
+    registry = LinkRegistry(store, "this server", 30.0)
     carrier = ask(registry).session
     count = 3000
     (link,) = registry.links.values()
@@ -590,7 +590,7 @@ def test_replies_that_waited_are_sent_in_portions() -> None:
         take_all(carrier)
     carrier.leave()
     value = bytes(WINDOW_BYTES)
-    other = ServerSession(engine, None, "h", 1, 0.0)
+    other = ServerSession(store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + set_(b"v", value))
     carrier = ask(registry, instance=b"this server", taken=b"0", told=b"%d" % link.taken).session
     for rank in range(1, 6):
@@ -629,7 +629,7 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
     assert target.registry.sessions == 2375
     target.serve()
     assert target.registry.sessions == 0
-    assert target.engine.budget.others == 0
+    assert target.store.budget.others == 0
     with pytest.raises(AssertionError):
         target.dial()
 
@@ -659,9 +659,9 @@ def test_keep_alive() -> None:
     target.link.acknowledge()
     session.receive(target.link.out.pop())
     target.registry.tick(21.0)
-    assert session not in target.engine.hub.evicted
+    assert session not in target.store.hub.evicted
     target.registry.tick(22.0)
-    assert "nothing received on a link for 15 s" in str(target.engine.hub.evicted[session])
+    assert "nothing received on a link for 15 s" in str(target.store.hub.evicted[session])
     assert server_end(target).carrier is None
     target.registry.tick(51.0)
     assert target.registry.links
@@ -673,9 +673,9 @@ def test_sessions_that_are_woken_together_need_not_be_flushed(target: LinkTarget
     greeted(target, "a", "b")
     for name in "ab":
         target.say(name, wait(b"k"))
-    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other = ServerSession(target.store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + set_(b"k", b""))
-    assert target.engine.hub.pending_flush == []
+    assert target.store.hub.pending_flush == []
     target.serve()
     target.exchange()
     assert [heard(target, name) for name in "ab"] == [b"\0", b"\0"]
@@ -699,9 +699,9 @@ def test_what_a_suspended_link_is_given_is_kept_and_counted() -> None:
     target = LinkTarget()
     greeted(target, "a", "b")
     target.say("a", wait(b"k"))
-    before = target.engine.budget.others
+    before = target.store.budget.others
     target.cut_off()
-    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other = ServerSession(target.store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + set_(b"k", b""))
     target.serve()
     kept = server_end(target).held_bytes()
@@ -712,7 +712,7 @@ def test_what_a_suspended_link_is_given_is_kept_and_counted() -> None:
     assert heard(target, "a") == b"\0"
     target.link.acknowledge()
     target.exchange()
-    assert target.engine.budget.others == before
+    assert target.store.budget.others == before
 
 
 # The budget
@@ -724,9 +724,9 @@ def _fill(target: LinkTarget, name: str, count: int) -> None:
 
 
 def test_a_session_is_evicted_and_its_link_goes_on() -> None:
-    target = LinkTarget(engine=Store(Limits(budget_bytes=40 * MIB)))
+    target = LinkTarget(store=Store(Limits(budget_bytes=40 * MIB)))
     greeted(target, *"abcdef")
-    before = target.engine.budget.used()
+    before = target.store.budget.used()
     target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(2)])[:-1])
     for name in "bcd":
         _fill(target, name, 7 * MIB)
@@ -739,28 +739,28 @@ def test_a_session_is_evicted_and_its_link_goes_on() -> None:
     target.connect("g")
     target.link.acknowledge()
     target.exchange()
-    assert target.engine.budget.used() == before - 3 * SESSION_BYTES
-    assert target.engine.budget.unfinished == 0
+    assert target.store.budget.used() == before - 3 * SESSION_BYTES
+    assert target.store.budget.unfinished == 0
 
 
 def test_a_session_that_is_evicted_in_the_middle_of_its_own_request() -> None:
-    target = LinkTarget(engine=Store(Limits(budget_bytes=20 * MIB)))
+    target = LinkTarget(store=Store(Limits(budget_bytes=20 * MIB)))
     greeted(target, "a", "b")
-    before = target.engine.budget.used()
+    before = target.store.budget.used()
     target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(3)])[:-1])
     assert target.peers["a"].is_closed
     target.connect("c")
     target.link.acknowledge()
     target.exchange()
-    assert target.engine.budget.used() == before
+    assert target.store.budget.used() == before
 
 
 @pytest.mark.parametrize("whose", ["connection", "link"])
 def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) -> None:
     """In the middle of a batch: it ends behind the frame that did it, and what is counted is what there is."""
-    target = LinkTarget(engine=Store(Limits(budget_bytes=16 * MIB)))
+    target = LinkTarget(store=Store(Limits(budget_bytes=16 * MIB)))
     greeted(target, "a", "b")
-    before = target.engine.budget.used()
+    before = target.store.budget.used()
     value = set_(b"k", bytes(200_000))
     target.say("a", value[:20_000])  # for which the rest of the value gets credit
     link = server_end(target)
@@ -776,7 +776,7 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
     target.link.send(target.peers["b"], add(b"n", 1) + ping(b"pong"))
     target.link.close_batch()
     data = b"".join(target.link.out)
-    limit = target.engine.budget
+    limit = target.store.budget
     limit.resize(limit.used() + 100_000)
     with pytest.raises(BudgetError):
         carrier.receive(data)
@@ -789,15 +789,15 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
     target.link.disconnect()
     if whose == "link":
         assert (target.registry.links, target.registry.sessions) == ({}, 0)
-        assert target.engine.budget.others == 0
+        assert target.store.budget.others == 0
         return
     target.dial()
     target.exchange()
     assert heard(target, "b") == i64(1) + b"pong"
-    assert len(target.engine.keyspace.values[b"k"]) == 200_008  # type: ignore[arg-type]
+    assert len(target.store.keyspace.values[b"k"]) == 200_008  # type: ignore[arg-type]
     target.link.acknowledge()
     target.exchange()
-    assert target.engine.budget.others == before
+    assert target.store.budget.others == before
 
 
 # The end
@@ -825,7 +825,7 @@ def test_a_server_that_is_about_to_stop(registry: LinkRegistry) -> None:
 
 def test_a_session_that_fails_is_the_only_one_to_go(target: LinkTarget) -> None:
     greeted(target, "a", "b")
-    slot = target.engine.slot(12)
+    slot = target.store.slot(12)
     assert slot is not None
 
     def fail() -> bool:
@@ -850,17 +850,17 @@ def test_a_client_that_does_not_know_the_replys_version() -> None:
 
 def test_closing_a_session_frees_no_connection() -> None:
     """So it does not give way to one, though it has to send VALIDATE in time."""
-    target = LinkTarget(engine=Store(Limits(), session_bytes=65 * 1024))
-    before = target.engine.budget.used()
+    target = LinkTarget(store=Store(Limits(), session_bytes=65 * 1024))
+    before = target.store.budget.used()
     target.registry.clock = lambda: 7.0
     target.connect("a")
     session = target.session("a").session
     assert session.connected_at == 7.0
-    assert target.engine.hub.oldest_unvalidated() is None
-    assert target.engine.hub.overdue(37.0) is None
-    assert target.engine.hub.overdue_on_links(36.0) == []
-    assert target.engine.hub.overdue_on_links(37.0) == [session]
-    assert target.engine.budget.used() == before + SESSION_BYTES
+    assert target.store.hub.oldest_unvalidated() is None
+    assert target.store.hub.overdue(37.0) is None
+    assert target.store.hub.overdue_on_links(36.0) == []
+    assert target.store.hub.overdue_on_links(37.0) == [session]
+    assert target.store.budget.used() == before + SESSION_BYTES
     assert target.registry.is_carrier(target.carrier.session)
     assert not target.registry.is_carrier(session)
     assert target.registry.all_sessions() == [session]
@@ -883,7 +883,7 @@ def test_a_frame_for_many_sessions_is_handled_in_several_portions() -> None:
         carrier.receive(b"")
         portions += 1
     assert portions > 3
-    assert registry.engine.keyspace.values[b"/" + b"k" * 500] == count
+    assert registry.store.keyspace.values[b"/" + b"k" * 500] == count
     (link,) = registry.links.values()
     assert link.taken == 2
 
@@ -892,14 +892,14 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     """So it is not overdue, and has all its time once it is back."""
     target.connect("a")
     target.cut_off()
-    engine = target.engine
-    assert engine.hub.overdue_on_links(1000.0) == []
+    store = target.store
+    assert store.hub.overdue_on_links(1000.0) == []
     target.registry.clock = lambda: 1000.0
     target.dial()
-    assert engine.hub.overdue_on_links(1029.0) == []
-    assert engine.hub.overdue_on_links(1030.0) == [target.session("a").session]
+    assert store.hub.overdue_on_links(1029.0) == []
+    assert store.hub.overdue_on_links(1030.0) == [target.session("a").session]
     target.say("a", HANDSHAKE)
-    assert engine.hub.overdue_on_links(2000.0) == []
+    assert store.hub.overdue_on_links(2000.0) == []
 
 
 @pytest.mark.parametrize(

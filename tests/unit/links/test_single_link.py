@@ -58,7 +58,7 @@ def cut(target: SingleTarget, peer: SinglePeer) -> SingleLink:
 
 def ask(target: SingleTarget, items: ClientSingleLink) -> bytes:
     """Send LINK on a connection of its own; return the reply."""
-    wire = Wire(target.engine)
+    wire = Wire(target.store)
     wire.session.receive(VALIDATE + LINK.prefix + LINK.request.encode(items.fields()))
     wire.flush()
     target.serve()
@@ -72,7 +72,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_what_was_is_not_kept() -> N
     target = SingleTarget()
     peer = peer_of(target)
     target.say("a", add(b"k", 1) + add(b"k", 1))
-    others = target.engine.budget.others
+    others = target.store.budget.others
     assert heard(target) == i64(1) + i64(2)
     target.say("a", taken(8))
     link = cut(target, peer)
@@ -83,7 +83,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_what_was_is_not_kept() -> N
     assert heard(target) == b""
     target.say("a", taken(16))
     target.say("a", taken(8))  # as it comes again when it was under way
-    assert target.engine.budget.others < others, "nothing is kept any more"
+    assert target.store.budget.others < others, "nothing is kept any more"
     target.finish()
 
 
@@ -139,11 +139,11 @@ def test_a_value_ends_waits_for_an_item_whose_connections_are_broken(portion: in
     for peer in peers:
         cut(target, peer)
     peer_of(target, "e")
-    target.engine.keyspace.portion = portion
+    target.store.keyspace.portion = portion
     target.say("e", push(b"q", b"1") + set_(b"q", b"v"))
-    while target.engine.keyspace.working:
-        target.engine.keyspace.step()
-    target.engine.keyspace.portion = 1000
+    while target.store.keyspace.working:
+        target.store.keyspace.step()
+    target.store.keyspace.portion = 1000
     for peer in peers:
         peer.dial()
     assert [heard(target, name) for name in "abcd"] == [i64(1) + blob(b"1"), i64(0), i64(0), i64(0)]
@@ -202,7 +202,7 @@ def test_a_delayed_attempt_changes_nothing() -> None:
     target.say("a", add(b"k", 1) + add(b"k", 1))
     assert heard(target) == i64(1) + i64(2)
     target.say("a", taken(16))
-    wire = Wire(target.engine)
+    wire = Wire(target.store)
     wire.session.receive(VALIDATE + delayed)
     wire.flush()
     target.serve()
@@ -216,7 +216,7 @@ def test_a_delayed_attempt_changes_nothing() -> None:
 def test_one_link_for_a_connection() -> None:
     """And it is gone when the connection is before it took the reply."""
     target = SingleTarget()
-    wire = Wire(target.engine)
+    wire = Wire(target.store)
     for number in range(2):
         wire.session.receive(VALIDATE * (not number) + LINK.prefix + LINK.request.encode(ClientSingleLink().fields()))
     wire.flush()
@@ -259,12 +259,12 @@ def test_unsent_bytes_of_such_a_connection_are_sent_once() -> None:
 
 def test_a_command_under_way_is_completed_without_a_connection() -> None:
     target = SingleTarget()
-    target.engine.keyspace.portion = 10
+    target.store.keyspace.portion = 10
     peer = peer_of(target)
     session: ServerSession = peer.wire.session
     names = [b"w%d" % number for number in range(1100)]
     for name in names:
-        target.engine.keyspace.set(name, pack(b""))
+        target.store.keyspace.set(name, pack(b""))
     session.receive(Command("wait", names).frame)
     assert session.incremental is not None
     link = cut(target, peer)
@@ -302,16 +302,16 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
 
     first, second = come("a"), come("b")
     links = [cut(target, first), cut(target, second)]
-    assert target.engine.hub.auth.crowded(token) == ""
+    assert target.store.hub.auth.crowded(token) == ""
     third = come("c")
     assert (links[0].over, links[1].over) == (True, False)
     assert ended == ["a new session has taken its place (token t allows 2)"]
-    usage = target.engine.hub.auth.usage["t"]
+    usage = target.store.hub.auth.usage["t"]
     assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1].identity])
-    wire = Wire(target.engine)
+    wire = Wire(target.store)
     wire.session.receive(VALIDATE)
     wire.session.grant_access(token)
-    assert "already has 2 sessions" in target.engine.hub.auth.crowded(token)
+    assert "already has 2 sessions" in target.store.hub.auth.crowded(token)
     wire.session.leave()
     cut(target, third)
     for number in range(9):
@@ -319,7 +319,7 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
     assert len(target.registry.singles) == len(usage.sessions) == len(usage.suspended) == 2
     for identity in list(target.registry.suspended):
         target.registry.singles[identity].end("")
-    assert not target.engine.hub.auth.usage
+    assert not target.store.hub.auth.usage
 
 
 def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
@@ -328,9 +328,9 @@ def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
     link = peer.wire.single
     assert isinstance(link, SingleLink)
     target.say("a", set_(b"k", b"v" * 10_000))
-    held = target.engine.budget.used()
+    held = target.store.budget.used()
     target.say("a", get(b"k"))
-    assert target.engine.budget.used() - held > 10_000
+    assert target.store.budget.used() - held > 10_000
     link._kept.evict(BudgetError(1, 1, 1, 1))
     target.serve()
     assert peer.wire.is_closed
@@ -371,16 +371,16 @@ def test_a_session_without_a_connection_keeps_no_more_pieces_either() -> None:
     target.finish()
 
 
-def links_and_sessions(engine: Store) -> list[object]:
-    """Return those of this engine: other tests, and servers in other threads, may leave or make some at any time."""
+def links_and_sessions(store: Store) -> list[object]:
+    """Return those of this store: other tests, and servers in other threads, may leave or make some at any time."""
     found = [one for one in gc.get_objects() if isinstance(one, SingleLink | Wire | ServerSession)]
-    return [one for one in found if _engine_of(one) is engine]
+    return [one for one in found if _engine_of(one) is store]
 
 
 def _engine_of(one: SingleLink | Wire | ServerSession) -> Store:
     if isinstance(one, SingleLink):
-        return one.registry.engine
-    return one.engine if isinstance(one, ServerSession) else one.session.engine
+        return one.registry.store
+    return one.store if isinstance(one, ServerSession) else one.session.store
 
 
 @pytest.mark.parametrize("end", ["closed", "given up", "resumed", "lost"])
@@ -405,11 +405,11 @@ def test_a_link_that_has_ended_is_in_no_cycle(end: str) -> None:
         peer.wire.close()
         target.serve()
         target.peers.clear()
-        target.engine.serving = None
+        target.store.serving = None
         del peer
         other = Wire(Store(Limits()))  # as another test may have one
-        assert links_and_sessions(target.engine) == []
-        assert links_and_sessions(other.session.engine)
+        assert links_and_sessions(target.store) == []
+        assert links_and_sessions(other.session.store)
     finally:
         gc.enable()
     target.finish()

@@ -101,7 +101,7 @@ def test_many_requests_in_one_read_are_noted() -> None:
     world.history.now = 3.0
     world.send(0, added + 16 * (b"\x01" + blob(b"/text") + blob(b"x")))
     assert (by(world, b"/counter"), by(world, b"/text")) == ((0, 3.0), (0, 3.0))
-    assert world.engine.keyspace.values[b"/counter"] == 33
+    assert world.store.keyspace.values[b"/counter"] == 33
 
 
 def test_whatever_executes_a_command_is_called() -> None:
@@ -112,7 +112,7 @@ def test_whatever_executes_a_command_is_called() -> None:
         fields = {"set": 2, "add": 2, "append": 2}.get(method, 1)
         world.history.recorded(method, lambda *given: called.append(given))(*[b"/k", 1][:fields])
     assert [len(given) for given in called] == [2, 2, 2, 1, 1]
-    assert not world.engine.keyspace.values
+    assert not world.store.keyspace.values
 
 
 @pytest.mark.parametrize(("flags", "expected"), [(STORES, (1, 5.0)), (Flag.MUTATES, (0, 0.0))])
@@ -124,11 +124,11 @@ def test_what_the_row_of_a_new_command_tells(flags: Flag, expected: tuple[int, f
     command = Command(0x7F, "NEW", codecs.KEY, codecs.NO_REPLY, "new", flags, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BY_METHOD, "new", command)
-        new = world.history.recorded("new", world.engine.keyspace.values.get)
-        delete = world.history.recorded("new", world.engine.keyspace.values.pop)
+        new = world.history.recorded("new", world.store.keyspace.values.get)
+        delete = world.history.recorded("new", world.store.keyspace.values.pop)
     world.set(0, b"/k")
     world.history.now = 5.0
-    world.engine.serving = world.sessions[1]
+    world.store.serving = world.sessions[1]
     new(b"/k")
     assert by(world, b"/k") == expected
     delete(b"/k")
@@ -154,22 +154,22 @@ def members(world: World) -> dict[str, list[int]]:
 
 
 def test_barriers_are_forgotten_in_steps() -> None:
-    engine = Store(Limits(budget_bytes=64 * MIB))
-    history = History(engine)
-    engine.observe(history)
-    peer = ServerSession(engine, None, "h", 1, 0.0)
+    store = Store(Limits(budget_bytes=64 * MIB))
+    history = History(store)
+    store.observe(history)
+    peer = ServerSession(store, None, "h", 1, 0.0)
     peer.receive(HANDSHAKE)
     for number in range(900):
         peer.receive(add(b"%d/num_members" % number, 1))
-    engine.keyspace.portion = 100
+    store.keyspace.portion = 100
     number = 0
     for _ in range(2):  # all have come since nothing was forgotten
-        while not engine.keyspace.work:
+        while not store.keyspace.work:
             peer.receive(set_(b"key %d" % number, b""))
             number += 1
-        while engine.keyspace.work:
+        while store.keyspace.work:
             before = len(history.barriers)
-            engine.keyspace.step()
+            store.keyspace.step()
             assert before - len(history.barriers) <= 100
     assert not history.barriers
 
@@ -317,10 +317,10 @@ def test_a_session_that_only_reads_is_not_remembered() -> None:
 
 
 def test_the_limit_follows_the_budget() -> None:
-    engine = Store(Limits(budget_bytes=2**30))
-    history = History(engine)
-    engine.observe(history)
-    session = ServerSession(engine, None, "10.0.0.1", 1, 0.0)
+    store = Store(Limits(budget_bytes=2**30))
+    history = History(store)
+    store.observe(history)
+    session = ServerSession(store, None, "10.0.0.1", 1, 0.0)
     session.receive(HANDSHAKE)
     most = 0
     for number in range(100_000):
@@ -331,7 +331,7 @@ def test_the_limit_follows_the_budget() -> None:
 
 def test_what_is_remembered_is_counted_in_the_budget() -> None:
     world = World()
-    budget = world.engine.budget
+    budget = world.store.budget
     for client in range(20):
         world.connect(client)
         world.introduce(client, rank=str(client))
@@ -381,7 +381,7 @@ def test_what_is_counted_is_what_it_takes(way: str) -> None:
     for observed in (False, True):
         world = World()
         if not observed:
-            world.engine = Store(Limits())
+            world.store = Store(Limits())
         world.connect(-1, joins=False)
         gc.collect()
         tracemalloc.start()

@@ -40,8 +40,8 @@ def test_keys_near_a_missing_one_with_age_and_writer() -> None:
 
 def test_without_a_history_there_are_no_writers_nor_ages() -> None:
     world = World()
-    world.engine = Store(Limits())
-    answer_missing(world.engine)
+    world.store = Store(Limits())
+    answer_missing(world.store)
     world.connect(0)
     world.set(0, b"/k_5")
     assert world.ask(0, b"/k_6").keys[0].nearest == [Near("/k_5")]
@@ -176,12 +176,12 @@ def test_one_that_leaves_lets_others_search() -> None:
 
 def test_a_token_for_a_prefix_learns_of_no_other_keys() -> None:
     world = world_of(4)
-    world.engine.identify(identity("i", "uv"))
+    world.store.identify(identity("i", "uv"))
     world.set(0, b"/mine/k_1")
     world.set(0, b"/others/k_1")
     world.set(0, b"/mine/k_3")
-    world.engine.guards.grant(world.sessions[0], Access("t", "read", "mine/"))
-    world.sessions[0].table = world.engine.guards.table_of(world.sessions[0])
+    world.store.guards.grant(world.sessions[0], Access("t", "read", "mine/"))
+    world.sessions[0].table = world.store.guards.table_of(world.sessions[0])
     report = world.ask(0, b"/mine/k_2")
     assert [near.key for near in report.keys[0].nearest] == ["/mine/k_1"]
     world.set(1, b"/mine/rank1")

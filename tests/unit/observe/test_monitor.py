@@ -24,7 +24,7 @@ def watched(every: int = 1, values: bool = False, most: int = 1000) -> tuple[Wor
     world = World()
     world.connect(1, joins=False)
     monitor = Monitor(itertools.count(100.0).__next__, every, values, most)
-    world.engine.hub.watch(monitor.note)
+    world.store.hub.watch(monitor.note)
     return world, monitor
 
 
@@ -72,7 +72,7 @@ def test_values_are_hidden_unless_asked_for_and_secrets_always() -> None:
     world.set(1, b"/k", b"secret value")
     assert "secret" not in str(monitor.take())
     world, monitor = watched(values=True)
-    world.engine.hub.auth.authenticate = lambda token: "no"
+    world.store.hub.auth.authenticate = lambda token: "no"
     world.send(1, b"\x48" + blob(b"init/") + blob(b"secret of a rank"))
     with pytest.raises(NotAllowedError):
         world.send(1, b"\x4e" + blob(b"secret token"))
@@ -100,9 +100,9 @@ def test_what_is_not_taken_is_dropped_and_counted() -> None:
     assert len(monitor.take()) == 1
 
 
-def handlers(engine: Store) -> list[Any]:
+def handlers(store: Store) -> list[Any]:
     """What executes commands."""
-    slots = [slot for table in (engine.handshake, engine.commands) for slot in table if slot is not None]
+    slots = [slot for table in (store.handshake, store.commands) for slot in table if slot is not None]
     return [slot.call for slot in slots] + [getattr(slot.request, "call", None) for slot in slots]
 
 
@@ -110,19 +110,19 @@ def test_nothing_is_left_once_nobody_watches() -> None:
     world = World()
     world.connect(0)
     world.set(0, b"/k")
-    before = handlers(world.engine)
+    before = handlers(world.store)
     one, other = (Monitor(lambda: 0.0, 1, False) for _ in range(2))
-    world.engine.hub.watch(one.note)
-    world.engine.hub.watch(other.note)
-    assert handlers(world.engine) != before
+    world.store.hub.watch(one.note)
+    world.store.hub.watch(other.note)
+    assert handlers(world.store) != before
     world.connect(1)
     assert (one.seen, other.seen) == (3, 3)
-    world.engine.hub.unwatch(one.note)
-    world.engine.hub.unwatch(one.note)
+    world.store.hub.unwatch(one.note)
+    world.store.hub.unwatch(one.note)
     world.set(1, b"/k")
     assert (one.seen, other.seen) == (3, 4)
-    world.engine.hub.unwatch(other.note)
-    assert handlers(world.engine) == before
+    world.store.hub.unwatch(other.note)
+    assert handlers(world.store) == before
     world.set(1, b"/k")
     assert other.seen == 4
 
@@ -132,24 +132,24 @@ def test_sessions_with_a_token_are_watched_too() -> None:
     world = World()
     world.connect(1, joins=False)
     world.connect(2, joins=False)
-    engine = world.engine
-    engine.identify(identity("instance", "uv"))
-    engine.guards.grant(world.sessions[1], Access("one"))
-    world.sessions[1].table = engine.guards.table_of(world.sessions[1])
+    store = world.store
+    store.identify(identity("instance", "uv"))
+    store.guards.grant(world.sessions[1], Access("one"))
+    world.sessions[1].table = store.guards.table_of(world.sessions[1])
     monitor = Monitor(lambda: 0.0, 1, False)
-    engine.hub.watch(monitor.note)
-    engine.guards.grant(world.sessions[2], Access("two"))
-    world.sessions[2].table = engine.guards.table_of(world.sessions[2])
+    store.hub.watch(monitor.note)
+    store.guards.grant(world.sessions[2], Access("two"))
+    world.sessions[2].table = store.guards.table_of(world.sessions[2])
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))
     assert brief(monitor) == [["SET", "/k", 1, 5, None], ["CHECK", "/a", 5, 0, None]] * 2
-    engine.hub.unwatch(monitor.note)
+    store.hub.unwatch(monitor.note)
     for client in (1, 2):
         world.set(client, b"/k")
         world.send(client, b"\x05" + keys(b"/a", b"/b", b"/c", b"/d", b"/e"))
     assert monitor.seen == 4
-    assert engine.hub.counts()["SET"] == 4
+    assert store.hub.counts()["SET"] == 4
 
 
 def test_a_command_is_noted_when_it_is_complete() -> None:

@@ -1,4 +1,4 @@
-"""Numbers about an engine."""
+"""Numbers about a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def last(portions: Iterator[Any]) -> Any:
 
 
 def look(world: World) -> Statistics:
-    return Statistics(world.engine, world.history.now)
+    return Statistics(world.store, world.history.now)
 
 
 def counters(world: World) -> dict[str, Any]:

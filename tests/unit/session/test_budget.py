@@ -28,8 +28,8 @@ def behind(session: ServerSession, taken: int = 0) -> None:
     session.out.clear()
 
 
-def store(engine: Store, key: bytes, size: int = VALUE) -> ServerSession:
-    session = greeted(engine)
+def storing(store: Store, key: bytes, size: int = VALUE) -> ServerSession:
+    session = greeted(store)
     session.receive(Command("set", key, bytes(size)).frame)
     return session
 
@@ -39,48 +39,48 @@ def budget() -> Budget:
 
 
 def test_a_value_shared_by_replies_counts_once() -> None:
-    engine = Store(Limits())
-    store(engine, b"/v")
-    sessions = [greeted(engine) for _ in range(100)]
-    before = engine.budget.used()
+    store = Store(Limits())
+    storing(store, b"/v")
+    sessions = [greeted(store) for _ in range(100)]
+    before = store.budget.used()
     for session in sessions:
         session.receive(Command("get", b"/v").frame)
         behind(session, 10)
-    assert VALUE < engine.budget.used() - before < VALUE + 100 * 2048
+    assert VALUE < store.budget.used() - before < VALUE + 100 * 2048
     for session in sessions:
         session.leave()
-    assert (engine.budget.pins, engine.budget.orphaned) == ({}, 0)
-    assert engine.budget.used() == before - 100 * SESSION_BYTES
+    assert (store.budget.pins, store.budget.orphaned) == ({}, 0)
+    assert store.budget.used() == before - 100 * SESSION_BYTES
 
 
 def test_every_old_version_counts() -> None:
     """r01: 775 bytes held 624 MiB, of which the server counted 24."""
-    engine = Store(Limits())
-    first = store(engine, b"/v")
-    sessions = [greeted(engine) for _ in range(10)]
+    store = Store(Limits())
+    first = storing(store, b"/v")
+    sessions = [greeted(store) for _ in range(10)]
     for session in sessions:
         first.receive(Command("set", b"/v", bytes(VALUE)).frame)
         session.receive(Command("get", b"/v").frame)
         behind(session)
-    assert engine.budget.used() > 11 * VALUE
+    assert store.budget.used() > 11 * VALUE
     for session in sessions:
         session.leave()
     first.leave()
-    engine.keyspace.delete_key(b"/v")
-    assert engine.budget.used() == 0
+    store.keyspace.delete_key(b"/v")
+    assert store.budget.used() == 0
 
 
 def test_short_replies_are_kept_together() -> None:
     """r01b: an object for each reply of four bytes took 14 MiB for one."""
-    engine = Store(Limits(unsent_high_water=MIB))
-    session = greeted(engine)
-    before = engine.budget.used()
+    store = Store(Limits(unsent_high_water=MIB))
+    session = greeted(store)
+    before = store.budget.used()
     for _ in range(100):
         session.receive(Command("ping", 7).frame * 1000)
         behind(session)
     assert session.backlog is not None
     assert len(session.backlog.pieces) < 100_000 * 4 // (32 * 1024) + 2
-    assert 400_000 < engine.budget.used() - before < 410_000
+    assert 400_000 < store.budget.used() - before < 410_000
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,32 +111,32 @@ def test_unsent_replies_are_complete_and_in_order(seed: int) -> None:
 
 def test_old_versions_of_a_value_under_append_share_pieces() -> None:
     """Each of them holds what was appended since the last one, and no more."""
-    engine = Store(Limits())
-    first = store(engine, b"/v")
+    store = Store(Limits())
+    first = storing(store, b"/v")
     first.receive(Command("append", b"/v", b"x").frame)
-    before = engine.budget.used()
+    before = store.budget.used()
     for _ in range(10):
-        session = greeted(engine)
+        session = greeted(store)
         session.receive(Command("append", b"/v", b"x").frame + Command("get", b"/v").frame)
         behind(session)
-    assert VALUE < engine.budget.used() - before < 2 * VALUE
+    assert VALUE < store.budget.used() - before < 2 * VALUE
 
 
 def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
-    engine = Store(Limits(), portion=10)
-    session, other = greeted(engine), greeted(engine)
+    store = Store(Limits(), portion=10)
+    session, other = greeted(store), greeted(store)
     for number in range(100):
         session.receive(Command("set", b"%01000d" % number, b"").frame)
-    before = engine.budget.used()
+    before = store.budget.used()
     session.receive(Command("list_keys").frame)
     assert session.incremental is not None
-    assert engine.budget.used() - before > 100_000
+    assert store.budget.used() - before > 100_000
     other.receive(Command("list_keys").frame)
     session.leave()
     while other.incremental is not None:
         other.receive(b"")
     assert len(b"".join(other.out)) == 8 + 100 * 1008
-    assert engine.budget.listing() is not None
+    assert store.budget.listing() is not None
 
 
 def test_a_queue_counts_its_overhead() -> None:
@@ -149,76 +149,76 @@ def test_a_queue_counts_its_overhead() -> None:
 
 
 def test_an_introduction_counts() -> None:
-    engine = Store(Limits())
-    session = greeted(engine)
-    before = engine.budget.used()
+    store = Store(Limits())
+    session = greeted(store)
+    before = store.budget.used()
     for text in (b"x" * 1000, b"x" * 500):
         session.receive(Command("introduce", [(b"rank", text)]).frame)
-        assert engine.budget.used() - before > len(text)
+        assert store.budget.used() - before > len(text)
     session.leave()
-    assert engine.budget.used() == 0
+    assert store.budget.used() == 0
 
 
 def test_simultaneous_list_keys_share_a_reply() -> None:
-    engine = Store(Limits())
-    sessions = [greeted(engine) for _ in range(10)]
+    store = Store(Limits())
+    sessions = [greeted(store) for _ in range(10)]
     for number in range(100):
         sessions[0].receive(Command("set", b"%01000d" % number, b"").frame)
-    before = engine.budget.used()
+    before = store.budget.used()
     for session in sessions:
         session.receive(Command("list_keys").frame)
     assert len({id(session.out[1]) for session in sessions}) == 1
     for session in sessions:
         behind(session, 10)
-    assert engine.budget.used() - before < 2 * 102_000 + 10 * 2048
+    assert store.budget.used() - before < 2 * 102_000 + 10 * 2048
     sessions[0].receive(Command("set", b"new", b"").frame)
     sessions[1].leave()
-    other = greeted(engine)
+    other = greeted(store)
     other.receive(Command("list_keys").frame)
     assert b"new" in b"".join(other.out)
 
 
 def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
-    engine = Store(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
-    writer = store(engine, b"/v", 8 * MIB)
-    large, small = greeted(engine), greeted(engine)
+    store = Store(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
+    writer = storing(store, b"/v", 8 * MIB)
+    large, small = greeted(store), greeted(store)
     for number in range(8):
         large.receive(Command("get", b"/v").frame)
         behind(large)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert not engine.hub.pending_flush
+    assert not store.hub.pending_flush
     for number in range(2):
         small.receive(Command("get", b"/v").frame)
         behind(small)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert engine.hub.pending_flush == [large]
-    error = engine.hub.evicted[large]
+    assert store.hub.pending_flush == [large]
+    error = store.hub.evicted[large]
     assert isinstance(error, BudgetError)
     assert error.held > 64 * MIB
     assert large.backlog is None
-    assert engine.budget.used() < 32 * MIB
+    assert store.budget.used() < 32 * MIB
     large.leave()
-    assert not engine.hub.evicted
+    assert not store.hub.evicted
     assert small.backlog is not None
 
 
 def test_a_writer_whose_command_just_ended_is_the_largest() -> None:
     """Its share of the store is known before those whom it woke do not read their replies."""
-    engine = Store(Limits(budget_bytes=64 * MIB))
+    store = Store(Limits(budget_bytes=64 * MIB))
     names = [b"/%d" % number for number in range(30)]
-    writer, readers = greeted(engine), [greeted(engine) for _ in names]
+    writer, readers = greeted(store), [greeted(store) for _ in names]
     for name, reader in zip(names, readers, strict=True):
         reader.receive(Command("fetch", name).frame)
     writer.receive(Command("multi_set", [(name, bytes(MIB)) for name in names]).frame)
     remaining = iter(readers)
-    while not engine.hub.evicted:
+    while not store.hub.evicted:
         behind(next(remaining))
-    assert list(engine.hub.evicted) == [writer]
+    assert list(store.hub.evicted) == [writer]
 
 
 def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
-    engine = Store(Limits(budget_bytes=160 * MIB))
-    greedy, honest = greeted(engine), greeted(engine)
+    store = Store(Limits(budget_bytes=160 * MIB))
+    greedy, honest = greeted(store), greeted(store)
     with pytest.raises(BudgetError) as error:
         for number in range(100):
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
@@ -232,15 +232,15 @@ def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
             written += 1
     assert written > 1000  # a holder of 1/128 of the budget is large again
     assert error.value.size > error.value.allowed
-    assert not engine.hub.pending_flush
-    reader = greeted(engine)
+    assert not store.hub.pending_flush
+    reader = greeted(store)
     reader.receive(Command("get", b"/h/0").frame)
     assert len(reader.out[0]) == 1008
 
 
 def test_shares_shrink_when_items_are_removed() -> None:
-    engine = Store(Limits(budget_bytes=160 * MIB))
-    producer, consumer, greedy = greeted(engine), greeted(engine), greeted(engine)
+    store = Store(Limits(budget_bytes=160 * MIB))
+    producer, consumer, greedy = greeted(store), greeted(store), greeted(store)
     for _ in range(300):
         producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
         consumer.receive(Command("queue_pop", b"q").frame)
@@ -249,27 +249,27 @@ def test_shares_shrink_when_items_are_removed() -> None:
     with pytest.raises(BudgetError):
         for number in range(100):
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
-    assert not engine.hub.pending_flush
+    assert not store.hub.pending_flush
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
 
 
 def test_an_evicted_session_takes_no_more_requests() -> None:
     """What it held of them would be counted for ever: its share of the budget has been given back already."""
-    engine = Store(Limits(budget_bytes=9 * MIB))
-    session = store(engine, b"/v")
+    store = Store(Limits(budget_bytes=9 * MIB))
+    session = storing(store, b"/v")
     session.evict(BudgetError(2, 1, 1, 1))
-    before = engine.budget.others
+    before = store.budget.others
     with pytest.raises(ProtocolError, match="opcode 1 from an evicted session"):
         session.receive(Command("set", b"/v", bytes(VALUE)).frame[:100])
     session.leave()
-    assert engine.budget.others == before
-    assert not engine.budget.unfinished
+    assert store.budget.others == before
+    assert not store.budget.unfinished
 
 
 def test_an_evicted_session_leaves_no_cycle() -> None:
     """The server collects seldom: requests of megabytes would stay in the frames of what was raised."""
-    engine = Store(Limits(budget_bytes=9 * MIB))
-    session = greeted(engine)
+    store = Store(Limits(budget_bytes=9 * MIB))
+    session = greeted(store)
     gc.collect()
     gc.disable()
     try:
@@ -285,27 +285,27 @@ def test_an_evicted_session_leaves_no_cycle() -> None:
 
 
 def test_the_oldest_unvalidated_session_is_known() -> None:
-    engine = Store(Limits(validate_seconds=30))
-    sessions = [ServerSession(engine, None, "::1", number, float(number)) for number in range(3)]
-    assert engine.hub.overdue(29.9) is None
-    assert engine.hub.overdue(30.0) is sessions[0]
+    store = Store(Limits(validate_seconds=30))
+    sessions = [ServerSession(store, None, "::1", number, float(number)) for number in range(3)]
+    assert store.hub.overdue(29.9) is None
+    assert store.hub.overdue(30.0) is sessions[0]
     sessions[0].receive(Command("validate", 0x3C85F7CE).frame)
-    assert engine.hub.overdue(30.0) is None
+    assert store.hub.overdue(30.0) is None
     sessions[1].leave()
-    assert engine.hub.oldest_unvalidated() is sessions[2]
+    assert store.hub.oldest_unvalidated() is sessions[2]
 
 
 def test_the_next_eviction_is_at_the_first_mark_again_when_less_is_used() -> None:
     """Right after one it is a step higher, as long as that much is used."""
-    engine = Store(Limits(budget_bytes=100 * MIB))
-    serving = ServerSession(engine, None, "::1", 0, 0.0)
+    store = Store(Limits(budget_bytes=100 * MIB))
+    serving = ServerSession(store, None, "::1", 0, 0.0)
     for number in range(1, 4):
-        hog = ServerSession(engine, None, "::1", number, 0.0)
+        hog = ServerSession(store, None, "::1", number, 0.0)
         hog.held = 90 * MIB
-        engine.budget.charge(90 * MIB)
-        engine.budget.relieve(serving)
-        assert hog in engine.hub.evicted
-        engine.hub.evicted.clear()
+        store.budget.charge(90 * MIB)
+        store.budget.relieve(serving)
+        assert hog in store.hub.evicted
+        store.hub.evicted.clear()
 
 
 def test_a_listing_of_keys_that_have_changed_since_is_not_kept() -> None:

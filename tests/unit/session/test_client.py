@@ -22,9 +22,9 @@ PID = 4711
 class Wire:
     """A client's and a server's session, connected by a wire that cuts bytes anywhere."""
 
-    def __init__(self, engine: Store, seed: int = 0) -> None:
+    def __init__(self, store: Store, seed: int = 0) -> None:
         self.client = ClientSession()
-        self.server = ServerSession(engine, None, "127.0.0.1", 1, 0.0)
+        self.server = ServerSession(store, None, "127.0.0.1", 1, 0.0)
         self.rng = random.Random(seed)
         hello, call = self.client.hello(PID)
         assert hello == HANDSHAKE + b"\x0d" + PID.to_bytes(4, "little")
@@ -102,8 +102,8 @@ def test_replies_complete_calls_in_order() -> None:
 
 
 def test_a_wait_ends_with_a_set() -> None:
-    engine = Store(Limits())
-    waiter, setter = Wire(engine), Wire(engine)
+    store = Store(Limits())
+    waiter, setter = Wire(store), Wire(store)
     call = waiter.park("wait", [b"/k"])
     with pytest.raises(RuntimeError, match="cannot send GET while WAIT is blocking"):
         waiter.client.request(BY_METHOD["get"], (b"/k",))
@@ -116,8 +116,8 @@ def test_a_wait_ends_with_a_set() -> None:
 @pytest.mark.parametrize("method", ["wait", "barrier"])
 @pytest.mark.parametrize("race", [False, True])
 def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None:
-    engine = Store(Limits())
-    waiter, setter = Wire(engine), Wire(engine)
+    store = Store(Limits())
+    waiter, setter = Wire(store), Wire(store)
     call = waiter.park("wait", [b"/k"]) if method == "wait" else waiter.park("barrier", b"/k", 2)
     cancel = waiter.client.cancel(call)
     if race:
@@ -211,8 +211,8 @@ def _pieces(data: bytes, size: int) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_command_of_the_extension(seed: int) -> None:
-    engine = Store(Limits())
-    wire, setter = Wire(engine, seed), Wire(engine, seed + 100)
+    store = Store(Limits())
+    wire, setter = Wire(store, seed), Wire(store, seed + 100)
     wire.call("introduce", [(b"rank", pack(b"3"))])
     assert wire.server.peer == {"rank": "3"}
     assert not wire.client.unconfirmed()
@@ -304,8 +304,8 @@ def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:
 @pytest.mark.parametrize("method", ["fetch", "wait_count"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, race: bool, seed: int) -> None:
-    engine = Store(Limits())
-    waiter, setter = Wire(engine, seed), Wire(engine)
+    store = Store(Limits())
+    waiter, setter = Wire(store, seed), Wire(store)
     call = waiter.park("fetch", b"/k") if method == "fetch" else waiter.park("wait_count", b"/k", 1)
     cancel = waiter.client.cancel(call)
     if race:

@@ -65,7 +65,7 @@ WRITER = Access("t3", rights="write")
 ADMIN = Access("t4", rights="admin")
 
 
-def engine() -> Store:
+def store() -> Store:
     made = Store(Limits())
     attach_features(made, "this server", "uv")
     return made
@@ -136,7 +136,7 @@ commands = pytest.mark.parametrize(
 @pytest.mark.parametrize("key", [b"/jo", b"job/x", b"init/", b"", b"tcpstore_async/joins"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_prefix_opens_nothing_else(command: Command, key: bytes, cut: bool) -> None:
-    of = engine()
+    of = store()
     ask(session(of, WRITER), set_(b"/other", b"secret") + push(b"/jo", b"item"))
     before = state(of)
     for fields in fields_of(command, key, b"/job/"):
@@ -155,7 +155,7 @@ def test_a_prefix_opens_nothing_else(command: Command, key: bytes, cut: bool) ->
 @commands
 def test_a_prefix_opens_the_keys_that_begin_with_it(command: Command) -> None:
     for fields in fields_of(command, b"/job/x", b"/job/"):
-        peer = session(engine(), JOB)
+        peer = session(store(), JOB)
         if command.whole:
             continue
         try:
@@ -166,7 +166,7 @@ def test_a_prefix_opens_the_keys_that_begin_with_it(command: Command) -> None:
 
 @commands
 def test_who_may_read_cannot_write(command: Command) -> None:
-    of = engine()
+    of = store()
     ask(session(of, WRITER), set_(b"/k", b"1") + push(b"/q", b"item"))
     before = state(of)
     for key in (b"/k", b"/q", b"/new"):
@@ -190,7 +190,7 @@ def test_who_may_read_cannot_write(command: Command) -> None:
 def test_who_may_write_has_the_same_replies_as_without_a_token(command: Command, access: Access) -> None:
     for fields in fields_of(command, b"/k", b"/l"):
         replies: list[tuple[bytes, object, str]] = []
-        for of, given in ((engine(), None), (engine(), access)):
+        for of, given in ((store(), None), (store(), access)):
             peer = session(of, given)
             try:
                 replies.append((ask(peer, command.prefix + command.request.encode(fields)), peer.parked, ""))
@@ -211,7 +211,7 @@ def test_rows_that_store_also_mutate() -> None:
 @commands
 def test_what_is_allowed_without_a_token(command: Command, host: str, required: str) -> None:
     local = host in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
-    of = engine()
+    of = store()
     of.hub.auth.require_auth = required
     for fields in fields_of(command, b"/k", b"/l"):
         peer = session(of, host=host)
@@ -233,7 +233,7 @@ def test_what_is_allowed_without_a_token(command: Command, host: str, required: 
 
 
 def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
-    of = engine()
+    of = store()
     of.hub.auth.require_auth = ALL
     of.hub.auth.authenticate = lambda token: JOB if token == b"good" else "nothing like a token"
     peer = session(of)
@@ -271,16 +271,16 @@ def test_a_token_for_another_store_is_refused() -> None:
 
 def test_without_keys_there_is_nothing_to_check_a_token_with() -> None:
     with pytest.raises(NotAllowedError, match="no keys to check tokens with"):
-        session(engine()).receive(auth(b"x"))
+        session(store()).receive(auth(b"x"))
 
 
 def test_a_token_that_is_too_long_is_refused_before_it_arrives() -> None:
     with pytest.raises(PeerError, match="a value of 4097 bytes"):
-        session(engine()).receive(b"\x4e" + i64(4097))
+        session(store()).receive(b"\x4e" + i64(4097))
 
 
 def test_the_last_token_counts() -> None:
-    of = engine()
+    of = store()
     of.hub.auth.authenticate = lambda token: Access(token.decode(), prefix=token.decode())
     peer = session(of)
     peer.receive(auth(b"a") + set_(b"/a1", b"") + auth(b"b") + set_(b"/b1", b""))
@@ -290,7 +290,7 @@ def test_the_last_token_counts() -> None:
 
 
 def test_a_certificate_allows_everything() -> None:
-    of = engine()
+    of = store()
     of.hub.auth.require_auth = ALL
     peer = session(of, greets=False)
     peer.grant_access(None)
@@ -300,7 +300,7 @@ def test_a_certificate_allows_everything() -> None:
 
 
 def test_without_keys_a_certificate_is_required() -> None:
-    of = engine()
+    of = store()
     of.hub.auth.require_auth = ALL
     found = read_identity(ask(session(of), get(SERVER_KEY))[8:])
     assert found is not None
@@ -312,7 +312,7 @@ def test_without_keys_a_certificate_is_required() -> None:
 
 def test_little_is_held_before_authentication() -> None:
     """Or strangers could fill the budget, and have those evicted who have stored most."""
-    of = engine()
+    of = store()
     of.hub.auth.require_auth = ALL
     of.hub.auth.authenticate = lambda token: WRITER
     peer = session(of)
@@ -331,7 +331,7 @@ def test_little_is_held_before_authentication() -> None:
 
 
 def test_an_evicted_session_is_granted_nothing() -> None:
-    of = engine()
+    of = store()
     peer = session(of)
     peer.evict(NotAllowedError("for this test"))
     peer.grant_access(WRITER)
@@ -341,7 +341,7 @@ def test_an_evicted_session_is_granted_nothing() -> None:
 
 
 def test_all_keys_take_a_token_for_the_whole_store() -> None:
-    of = engine()
+    of = store()
     assert ask(session(of, READER), NUM_KEYS + LIST_KEYS) == i64(0) * 2
     for frame in (NUM_KEYS, LIST_KEYS):
         with pytest.raises(NotAllowedError, match="covers the whole store"):
@@ -350,7 +350,7 @@ def test_all_keys_take_a_token_for_the_whole_store() -> None:
 
 def test_a_key_in_a_refusal_cannot_break_the_line() -> None:
     with pytest.raises(NotAllowedError) as raised:
-        session(engine(), JOB).receive(get(b"/x\n\x1b[2J" + b"y" * 5000))
+        session(store(), JOB).receive(get(b"/x\n\x1b[2J" + b"y" * 5000))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 300
 
@@ -359,7 +359,7 @@ def test_a_key_in_a_refusal_cannot_break_the_line() -> None:
 
 
 def test_keys_of_one_token() -> None:
-    of = engine()
+    of = store()
     token = Access("t", max_keys=2)
     one, two = session(of, token), session(of, token)
     one.receive(set_(b"/a", b"1"))
@@ -379,7 +379,7 @@ def test_keys_of_one_token() -> None:
 
 
 def test_bytes_of_one_token() -> None:
-    of = engine()
+    of = store()
     token = Access("t", max_bytes=10_000)
     peer = session(of, token)
     peer.receive(set_(b"/a", bytes(6000)))
@@ -400,14 +400,14 @@ def test_bytes_of_one_token() -> None:
 
 
 def test_waiting_counts_for_no_token() -> None:
-    of = engine()
+    of = store()
     peer = session(of, Access("t", max_bytes=1000))
     peer.receive(wait(*[b"/%d" % n for n in range(100)]))
     assert of.hub.auth.usage["t"].bytes == 0
 
 
 def test_a_command_in_portions_is_counted() -> None:
-    of = engine()
+    of = store()
     peer = session(of, Access("t", max_keys=2000))
     peer.receive(multi_set(*[(b"/%d" % n, b"") for n in range(1500)]))
     while peer.incremental is not None:
@@ -420,7 +420,7 @@ def test_a_command_in_portions_is_counted() -> None:
 def test_one_session_is_singular() -> None:
     one = Access("t", max_keys=1, max_bytes=2000, max_sessions=1)
     assert "max 1 key, max 2,000 bytes, max 1 session)" in str(one)
-    of = engine()
+    of = store()
     of.hub.auth.authenticate = lambda token: one
     first = session(of)
     first.receive(auth(b"x"))
@@ -429,7 +429,7 @@ def test_one_session_is_singular() -> None:
 
 
 def test_sessions_of_one_token() -> None:
-    of = engine()
+    of = store()
     of.hub.auth.authenticate = lambda token: Access("t", max_sessions=2)
     one, two = session(of), session(of)
     one.receive(auth(b"x"))
@@ -446,7 +446,7 @@ def test_sessions_of_one_token() -> None:
 
 
 def test_who_has_an_invalid_token_is_refused_at_once_and_closed_in_portions() -> None:
-    of = engine()
+    of = store()
     revoked, valid = Access("r"), Access("v")
     peers, other = [session(of, revoked) for _ in range(200)], session(of, valid)
     of.hub.auth.authenticate = lambda token: valid

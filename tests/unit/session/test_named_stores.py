@@ -49,18 +49,18 @@ EMPTY = bytes(8)
 
 
 class Server:
-    """An engine whose sessions are flushed and closed as by a server."""
+    """A store whose sessions are flushed and closed as by a server."""
 
     def __init__(self, portion: int = 1000, limits: Limits | None = None) -> None:
-        self.engine = Store(limits or Limits(), portion)
-        self.engine.identify(identity("the server", "uv"))
-        self.named = NamedStores(self.engine, "the server")
+        self.store = Store(limits or Limits(), portion)
+        self.store.identify(identity("the server", "uv"))
+        self.named = NamedStores(self.store, "the server")
         self.closed: dict[Peer, str] = {}
         self.port = 0
 
     def connect(self) -> ServerSession:
         self.port += 1
-        session = ServerSession(self.engine, None, "10.0.0.7", self.port, 0.0)
+        session = ServerSession(self.store, None, "10.0.0.7", self.port, 0.0)
         session.receive(HANDSHAKE)
         return session
 
@@ -92,17 +92,17 @@ class Server:
         """Do what is left for later, and close evicted sessions."""
         more = True
         while more:
-            if self.engine.keyspace.work:
-                self.engine.activate()
-                self.engine.keyspace.step()
+            if self.store.keyspace.work:
+                self.store.activate()
+                self.store.keyspace.step()
             more = self.named.work()
-            evicted = self.engine.hub.evicted
+            evicted = self.store.hub.evicted
             while evicted:
                 session, error = next(iter(evicted.items()))
                 self.closed[session] = str(error)
                 session.leave()
-            self.engine.hub.pending_flush.clear()
-            more = more or bool(self.engine.keyspace.work)
+            self.store.hub.pending_flush.clear()
+            more = more or bool(self.store.keyspace.work)
 
 
 def take(session: ServerSession) -> bytes:
@@ -149,8 +149,8 @@ def test_waiting_ranks_are_answered_in_order_of_arrival(server: Server) -> None:
     for rank in ranks:
         server.say(rank, enter("a"))
     server.say(server.connect(), enter("a", owner="o"))
-    server.engine.keyspace.step()
-    assert [one for one in server.engine.hub.pending_flush if one in ranks] == ranks
+    server.store.keyspace.step()
+    assert [one for one in server.store.hub.pending_flush if one in ranks] == ranks
 
 
 def test_a_wait_for_a_store_can_be_given_up(server: Server) -> None:
@@ -176,7 +176,7 @@ def test_who_gives_up_while_others_are_let_in_is_answered_before(server: Server)
     server.say(first, enter("a"))
     server.say(second, enter("a"))
     server.say(server.connect(), enter("a", owner="o"))
-    assert server.engine.keyspace.work
+    assert server.store.keyspace.work
     said = server.say(second, CANCEL_FETCH)
     assert said.endswith(NO_VALUE)
     assert reply(said[: -len(NO_VALUE)])["status"] == "entered"
@@ -341,8 +341,8 @@ def test_an_owner_that_has_ended_its_store_is_not_lost(server: Server) -> None:
 def test_a_client_asks_once_who_the_server_is(server: Server, token: bytes) -> None:
     """In one message, and knows what a server would answer in the store that it has entered."""
     if token:
-        server.engine.hub.auth.require_auth = ALL
-        server.engine.hub.auth.authenticate = lambda _: Access("t1", store="a")
+        server.store.hub.auth.require_auth = ALL
+        server.store.hub.auth.authenticate = lambda _: Access("t1", store="a")
     session, peer = ClientSession(), server.connect()
     sent = []
     for data, call in admission(session, "::1", 1, token, StoreName("a", owner="o")):
@@ -581,13 +581,13 @@ def test_a_token_that_was_forgotten_counts_again_in_a_store_that_it_was_in(serve
         assert server.enter(session, "a")["status"] == "entered"
         server.say(session, set_(b"/1", b"") + delete(b"/1"))
         server.leave(session)
-        assert not server.engine.hub.auth.usage
+        assert not server.store.hub.auth.usage
     inside, outside = server.connect(), server.connect()
     inside.grant_access(token)
     outside.grant_access(token)
     assert server.enter(inside, "a")["status"] == "entered"
     server.say(inside, set_(b"/1", b"") + set_(b"/2", b""))
-    assert server.engine.hub.auth.usage["t"].keys == 2
+    assert server.store.hub.auth.usage["t"].keys == 2
     server.say(outside, set_(b"/1", b""))
     with pytest.raises(NotAllowedError, match="3 of the 3 allowed for token"):
         server.say(outside, set_(b"/2", b""))
@@ -602,7 +602,7 @@ def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Se
     assert server.say(waiting, enter("b")) == b""
     session.receive(enter("a"))
     server.owner("b")
-    server.engine.hub.end_invalid(lambda access: "token t is revoked" if access.identity == "t" else "")
+    server.store.hub.end_invalid(lambda access: "token t is revoked" if access.identity == "t" else "")
     while session.stalled():
         session.receive(b"")
     with pytest.raises(NotAllowedError, match="token t is revoked"):
@@ -614,12 +614,12 @@ def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Se
 def test_what_is_counted_for_a_token_lasts_while_its_only_session_enters_a_store(server: Server) -> None:
     session = server.connect()
     session.grant_access(Access("t", max_sessions=1))
-    usage = server.engine.hub.auth.usage["t"]
+    usage = server.store.hub.auth.usage["t"]
     server.owner("a")
     assert server.enter(session, "a")["status"] == "entered"
-    assert server.engine.hub.auth.usage["t"] is usage
+    assert server.store.hub.auth.usage["t"] is usage
     server.leave(session)
-    assert not server.engine.hub.auth.usage
+    assert not server.store.hub.auth.usage
 
 
 def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
@@ -633,10 +633,10 @@ def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
         assert server.enter(owner, "a", owner="o")["status"] == "entered"
         server.say(owner, set_(b"/1", b"") + set_(b"/2", b""))
         server.leave(owner)
-    assert server.engine.hub.auth.usage["t"].keys == 1
+    assert server.store.hub.auth.usage["t"].keys == 1
     server.say(nameless, delete(b"/1"))
     server.leave(nameless)
-    assert not server.engine.hub.auth.usage
+    assert not server.store.hub.auth.usage
 
 
 # Memory
@@ -646,7 +646,7 @@ def test_a_store_for_which_there_is_no_memory_is_not_created() -> None:
     """It would have no owner, with whom it could end."""
     limits = Limits(budget_bytes=8 * 1024 * 1024 + 64 * 1024)
     server = Server(limits=limits)
-    budget = server.engine.budget
+    budget = server.store.budget
     owners = []
     with pytest.raises(BudgetError):
         for number in range(1000):
@@ -662,7 +662,7 @@ def test_a_store_for_which_there_is_no_memory_is_not_created() -> None:
 
 
 def test_everything_is_counted_and_released(server: Server) -> None:
-    budget = server.engine.budget
+    budget = server.store.budget
     idle = budget.used()
     sessions = [server.owner("a"), server.owner("b"), server.rank("a"), server.connect()]
     waiting = server.connect()
@@ -670,7 +670,7 @@ def test_everything_is_counted_and_released(server: Server) -> None:
     for number, session in enumerate(sessions):
         for key in range(10 * number):
             server.say(session, set_(b"/%d" % key, bytes(100)))
-    stored = sum(one.keyspace.size for one in server.named.stores.values()) + server.engine.keyspace.size
+    stored = sum(one.keyspace.size for one in server.named.stores.values()) + server.store.keyspace.size
     assert stored > 50 * 100
     assert budget.used() > idle + stored
     server.say(sessions[0], get(b"/0"))
@@ -679,13 +679,13 @@ def test_everything_is_counted_and_released(server: Server) -> None:
         server.leave(session)
     assert list(server.closed) == [sessions[2]]
     server.leave(server.connect())
-    assert budget.used() - idle == server.engine.keyspace.size
+    assert budget.used() - idle == server.store.keyspace.size
     assert budget.lists == 0
 
 
 def test_what_a_leaving_session_releases_is_released_at_once(server: Server) -> None:
     """Even if the last command was for another store."""
-    budget = server.engine.budget
+    budget = server.store.budget
     server.owner("a")
     rank, other = server.rank("a"), server.connect()
     server.say(rank, wait(*[b"/%d" % number for number in range(500)]))
@@ -712,7 +712,7 @@ def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
         server.work()
     assert honest not in server.closed
     assert server.closed
-    assert server.engine.budget.used() <= 16 * 1024 * 1024
+    assert server.store.budget.used() <= 16 * 1024 * 1024
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -732,7 +732,7 @@ def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
         if number % 2:
             server.say(owner, END)
         for session in (owner, early, rank):
-            if session.engine.name:
+            if session.store.name:
                 server.leave(session)
         server.closed.clear()
 
@@ -740,10 +740,10 @@ def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
     gc.disable()
     try:
         live(0)
-        used, tracked = server.engine.budget.used(), len(gc.get_objects())
+        used, tracked = server.store.budget.used(), len(gc.get_objects())
         for number in range(10_000 if build() == "compiled" else 2_500):
             live(number)
-        assert server.engine.budget.used() == used
+        assert server.store.budget.used() == used
         assert len(gc.get_objects()) < tracked + 3_000  # `ended` remembers 1,024
     finally:
         gc.enable()
@@ -751,7 +751,7 @@ def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
 
 def test_an_observed_store_does_the_same(server: Server) -> None:
     server.named.on_created = lambda store: store.observe(History(store))
-    used = server.engine.budget.used()
+    used = server.store.budget.used()
     owner = server.owner("a")
     server.say(owner, set_(b"/k", b"v"))
     history = history_of(server.named.stores["a"])
@@ -761,7 +761,7 @@ def test_an_observed_store_does_the_same(server: Server) -> None:
     assert isinstance(server.named.stores["a"].error(), StoreEnded)
     server.leave(owner)
     assert not server.named.stores
-    assert server.engine.budget.used() == used
+    assert server.store.budget.used() == used
 
 
 class Ports:
@@ -823,7 +823,7 @@ def test_who_comes_by_a_port_is_in_the_store(server: Server) -> None:
     wrong = ports.connect(41_000)
     with pytest.raises(ProtocolError, match="VALIDATE"):
         wrong.receive(get(b"/k"))
-    counts = server.engine.hub.counts()
+    counts = server.store.hub.counts()
     assert counts["VALIDATE"] == 2
     late, silent = ports.connect(41_000), ports.connect(41_000)
     server.say(late, HANDSHAKE)
@@ -839,7 +839,7 @@ def test_waits_of_who_comes_by_a_port_end(server: Server) -> None:
     stock = ports.connect(41_000)
     assert server.say(stock, HANDSHAKE + wait(b"/k")) == b""
     server.say(owner, set_(b"/k", b"v"))
-    assert stock in server.engine.hub.pending_flush
+    assert stock in server.store.hub.pending_flush
     assert take(stock) == b"\0"
 
 
@@ -851,7 +851,7 @@ def test_the_address_of_a_port_is_a_name_too(server: Server) -> None:
     assert server.enter(server.connect(), "n1:4711", server="10.0.0.1")["status"] == "entered"
     for address in ("head:41000", "10.0.0.1:41000", "n1:41000"):
         rank = server.rank(address, wait=0)
-        assert rank.engine is owner.engine
+        assert rank.store is owner.store
         taken = server.enter(server.connect(), address, owner="q")
         assert (taken["status"], taken["reason"][:38]) == ("taken", "the store 'n1:4711' already has an own")
     for address in ("n2:41000", "head:4711", "10.0.0.1:42000"):
@@ -870,7 +870,7 @@ def test_the_name_of_a_store_is_no_address_of_another(server: Server) -> None:
     for spelled in ("head", "other"):
         answer = server.enter(server.connect(), "n1:4711", owner="p", shares="s", server=spelled)
         assert answer["no_port"] == f"{spelled}:41000 is also the name of another store"
-    assert server.rank("head:41000").engine is first.engine
+    assert server.rank("head:41000").store is first.store
     assert server.enter(server.connect(), "n1:4711", server="10.0.0.1")["port"] == 41_000
 
 
@@ -886,7 +886,7 @@ def test_a_store_without_a_port_works(server: Server) -> None:
 
 def test_ports_are_counted_and_leave_nothing(server: Server) -> None:
     ports = Ports(server, *range(41_000, 41_100))
-    budget = server.engine.budget
+    budget = server.store.budget
     used = budget.used()
     for number in range(100):
         owner = server.owner("n1:4711", server="head")
@@ -907,7 +907,7 @@ def test_ports_are_counted_and_leave_nothing(server: Server) -> None:
     Ports(listening, 41_000)
     bare.owner("n1:4711")
     listening.owner("n1:4711", server="head")
-    assert listening.engine.budget.used() == bare.engine.budget.used() + PORT_BYTES
+    assert listening.store.budget.used() == bare.store.budget.used() + PORT_BYTES
 
 
 def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
@@ -915,12 +915,12 @@ def test_monitors_note_who_comes_by_a_port(server: Server) -> None:
     ports = Ports(server, 41_000)
     server.owner("n1:4711", server="head")
     monitor = Monitor(lambda: 0.0, 1, False)
-    server.engine.hub.watch(monitor.note)
+    server.store.hub.watch(monitor.note)
     server.say(ports.connect(41_000), HANDSHAKE + set_(b"/k", b"v"))
     server.connect()
     assert [sample[5] for sample in monitor.take()] == ["VALIDATE", "SET", "VALIDATE"]
-    server.engine.hub.unwatch(monitor.note)
-    assert server.engine.first.executing() is server.engine.first.call
+    server.store.hub.unwatch(monitor.note)
+    assert server.store.first.executing() is server.store.first.call
 
 
 ANY = "n1-id/localhost:4711 10.0.0.1:4711"
@@ -1000,17 +1000,17 @@ def test_a_token_for_one_store_tells_of_no_other(server: Server) -> None:
 
 def test_addresses_are_counted_and_leave_nothing(server: Server) -> None:
     many = " ".join(f"10.0.0.{number}:4711" for number in range(MAX_ADDRESSES))
-    used = server.engine.budget.used()
+    used = server.store.budget.used()
     for _ in range(50):
         rank = server.connect()
-        before = server.engine.budget.used()
+        before = server.store.budget.used()
         assert server.say(rank, enter("n1:4711", addresses=many)) == b""
-        assert server.engine.budget.used() - before > MAX_ADDRESSES * 512
+        assert server.store.budget.used() - before > MAX_ADDRESSES * 512
         server.leave(rank)
         owner = server.owner("any:4711", addresses=many)
-        assert server.engine.budget.used() - used > MAX_ADDRESSES * 512
+        assert server.store.budget.used() - used > MAX_ADDRESSES * 512
         server.leave(owner)
-        assert server.engine.budget.used() == used
+        assert server.store.budget.used() == used
     named = server.named
     assert not any((named.seeking, named.addresses, named.of_port, named.waiting))
     with pytest.raises(ProtocolError, match=r"ENTER with 33 addresses \(max 32\)"):

@@ -32,12 +32,12 @@ NO_VALUE = b"\xff" * 8
 
 
 @pytest.fixture
-def engine() -> Store:
+def store() -> Store:
     return Store(Limits())
 
 
-def join(engine: Store) -> ServerSession:
-    session = ServerSession(engine, "owner", "10.0.0.7", 4711, 1.5)
+def join(store: Store) -> ServerSession:
+    session = ServerSession(store, "owner", "10.0.0.7", 4711, 1.5)
     session.receive(HANDSHAKE)
     return session
 
@@ -52,8 +52,8 @@ def take(session: ServerSession) -> bytes:
 # Who it is
 
 
-def test_what_is_known_of_the_peer(engine: Store) -> None:
-    session = join(engine)
+def test_what_is_known_of_the_peer(store: Store) -> None:
+    session = join(store)
     assert (session.owner, session.host, session.port, session.connected_at) == ("owner", "10.0.0.7", 4711, 1.5)
     assert (session.pid, str(session)) == (NO_PID, "10.0.0.7:4711")
     session.receive(PING + struct.pack("<I", 4242))
@@ -63,12 +63,12 @@ def test_what_is_known_of_the_peer(engine: Store) -> None:
     assert session.slot.command.name == "GET"
 
 
-def test_an_ipv6_peer_is_written_as_one(engine: Store) -> None:
-    assert str(ServerSession(engine, None, "fe80::1", 5, 0.0)) == "[fe80::1]:5"
+def test_an_ipv6_peer_is_written_as_one(store: Store) -> None:
+    assert str(ServerSession(store, None, "fe80::1", 5, 0.0)) == "[fe80::1]:5"
 
 
-def test_the_keys_that_a_session_awaits_are_known(engine: Store) -> None:
-    session = join(engine)
+def test_the_keys_that_a_session_awaits_are_known(store: Store) -> None:
+    session = join(store)
     session.receive(WAIT + keys(b"/a", b"/b"))
     assert session.parked == {b"/a", b"/b"}
     session.receive(CANCEL)
@@ -80,8 +80,8 @@ def introduction(*items: tuple[bytes, bytes]) -> bytes:
     return INTRODUCE + u64(len(items)) + b"".join(blob(name) + blob(text) for name, text in items)
 
 
-def test_an_introduction(engine: Store) -> None:
-    session = join(engine)
+def test_an_introduction(store: Store) -> None:
+    session = join(store)
     session.receive(introduction((b"rank", b"3"), (b"job", "søk".encode())))
     assert take(session) == b""
     assert (session.peer, str(session)) == ({"rank": "3", "job": "søk"}, "10.0.0.7:4711 (rank 3, job søk)")
@@ -99,8 +99,8 @@ def test_an_introduction(engine: Store) -> None:
 @pytest.mark.parametrize("raw", [
     b"\n", b"a\r\nERROR: all is lost", b"\x1b[31m", b"\0\t", b"\xff\xfe", b"\xed\xa0\x80", "\u2028\u202e\x85".encode(),
 ])  # fmt: skip
-def test_an_introduction_breaks_no_log_line(engine: Store, raw: bytes) -> None:
-    session = join(engine)
+def test_an_introduction_breaks_no_log_line(store: Store, raw: bytes) -> None:
+    session = join(store)
     session.receive(introduction((raw, raw), (b"after", b"all")))
     assert str(session).isprintable()
     assert len(str(session).splitlines()) == 1
@@ -108,9 +108,9 @@ def test_an_introduction_breaks_no_log_line(engine: Store, raw: bytes) -> None:
     assert session.peer["after"] == "all"
 
 
-def test_the_size_of_an_introduction_is_limited(engine: Store) -> None:
+def test_the_size_of_an_introduction_is_limited(store: Store) -> None:
     """Names and values, with the lengths of the values: so the number of items has a limit too."""
-    session, other, third = join(engine), join(engine), join(engine)
+    session, other, third = join(store), join(store), join(store)
     session.receive(introduction((b"host", bytes(2048 - 4 - 8))))
     with pytest.raises(ProtocolError, match="INTRODUCE of more than 2048 bytes"):
         session.receive(introduction((b"host", bytes(2048 - 4 - 8 + 1))))
@@ -121,40 +121,40 @@ def test_the_size_of_an_introduction_is_limited(engine: Store) -> None:
         third.receive(introduction(*[(b"", b"")] * 257))
 
 
-def test_an_introduction_stores_nothing(engine: Store) -> None:
-    session = join(engine)
+def test_an_introduction_stores_nothing(store: Store) -> None:
+    session = join(store)
     session.receive(introduction((b"rank", b"3")))
-    assert (engine.keyspace.num_keys(), engine.keyspace.size, engine.budget.unfinished) == (0, 0, 0)
+    assert (store.keyspace.num_keys(), store.keyspace.size, store.budget.unfinished) == (0, 0, 0)
 
 
 # A value, now or later
 
 
-def test_a_fetch_replies_at_once_or_later(engine: Store) -> None:
-    session, other = join(engine), join(engine)
+def test_a_fetch_replies_at_once_or_later(store: Store) -> None:
+    session, other = join(store), join(store)
     session.receive(SET + blob(b"/k") + blob(b"v") + FETCH + blob(b"/k") + FETCH + blob(b"/j") + PING + b"\1\0\0\0")
     assert take(session) == blob(b"v") + b"\1\0\0\0"
     other.receive(SET + blob(b"/j") + blob(b"w"))
     assert take(session) == blob(b"w")
-    assert engine.hub.pending_flush == [session]
+    assert store.hub.pending_flush == [session]
 
 
-def test_a_large_deferred_value_is_not_copied(engine: Store) -> None:
-    sessions = [join(engine) for _ in range(20)]
+def test_a_large_deferred_value_is_not_copied(store: Store) -> None:
+    sessions = [join(store) for _ in range(20)]
     for session in sessions:
         session.receive(FETCH + blob(b"/k"))
-    setter = join(engine)
+    setter = join(store)
     frame = SET + blob(b"/k") + blob(bytes(8 << 20))
     setter.receive(frame[:100_000])
     assert setter.large_value() is not None
     setter.receive(frame[100_000:])
     for session in sessions:
-        assert session.out[0] is engine.keyspace.values[b"/k"]
+        assert session.out[0] is store.keyspace.values[b"/k"]
         assert session.unsent == len(session.out[0]) == (8 << 20) + 8
 
 
 @pytest.mark.parametrize("cut", range(30))
-def test_a_wake_and_a_cancel_in_one_chunk(engine: Store, cut: int) -> None:
+def test_a_wake_and_a_cancel_in_one_chunk(store: Store, cut: int) -> None:
     """A connection that sets what it fetches itself: whichever comes first, and however it is cut."""
     set_k = SET + blob(b"/k") + blob(b"v")
     for frames, reply in (
@@ -171,8 +171,8 @@ def test_a_wake_and_a_cancel_in_one_chunk(engine: Store, cut: int) -> None:
         assert (fresh.keyspace.waiters, fresh.keyspace.counters) == ({}, {})
 
 
-def test_a_cancel_with_nothing_to_cancel(engine: Store) -> None:
-    session = join(engine)
+def test_a_cancel_with_nothing_to_cancel(store: Store) -> None:
+    session = join(store)
     session.receive(CANCEL_FETCH + CANCEL + CANCEL_FETCH)
     assert take(session) == NO_VALUE + b"\1" + NO_VALUE
 
@@ -181,18 +181,18 @@ def test_a_cancel_with_nothing_to_cancel(engine: Store) -> None:
 @pytest.mark.parametrize("first", [
     FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/n") + u64(1), WAIT + keys(b"/k"), b"\x12" + blob(b"/b") + u64(2),
 ])  # fmt: skip
-def test_a_second_wait_of_the_extension_closes(engine: Store, first: bytes, second: bytes) -> None:
-    session = join(engine)
+def test_a_second_wait_of_the_extension_closes(store: Store, first: bytes, second: bytes) -> None:
+    session = join(store)
     with pytest.raises(ProtocolError, match="already has a pending wait"):
         session.receive(first + second)
     session.leave()
-    assert (engine.keyspace.waiters, engine.keyspace.counters) == ({}, {})
+    assert (store.keyspace.waiters, store.keyspace.counters) == ({}, {})
 
 
 def test_a_fetch_with_unsent_replies() -> None:
     """The value comes behind them, even if that makes them more than the high-water mark."""
-    engine = Store(Limits(value_bytes=100, unsent_high_water=50))
-    session, setter = join(engine), join(engine)
+    store = Store(Limits(value_bytes=100, unsent_high_water=50))
+    session, setter = join(store), join(store)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + FETCH + blob(b"/j") + (GET + blob(b"/k")) * 3)
     assert (session.unsent, session.stalled()) == (60, True)
     setter.receive(SET + blob(b"/j") + blob(bytes(100)))
@@ -202,39 +202,39 @@ def test_a_fetch_with_unsent_replies() -> None:
     assert take(session) == blob(bytes(52))
 
 
-def test_leaving_while_it_fetches_or_counts(engine: Store) -> None:
+def test_leaving_while_it_fetches_or_counts(store: Store) -> None:
     for frame in (FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/k") + u64(3)):
-        session = join(engine)
+        session = join(store)
         session.receive(frame)
         session.leave()
-        assert (engine.keyspace.waiters, engine.keyspace.counters, engine.keyspace.size) == ({}, {}, 0)
+        assert (store.keyspace.waiters, store.keyspace.counters, store.keyspace.size) == ({}, {}, 0)
         assert (session.state, session.awaited, session.group, session.remaining) == (IDLE, b"", None, 0)
-    join(engine).receive(SET + blob(b"/k") + blob(b"9"))
-    assert not engine.hub.pending_flush
+    join(store).receive(SET + blob(b"/k") + blob(b"9"))
+    assert not store.hub.pending_flush
 
 
 # The beginning
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
-def test_validate_may_be_split(engine: Store, cut: int) -> None:
-    session = ServerSession(engine, None, "::1", 1, 0.0)
+def test_validate_may_be_split(store: Store, cut: int) -> None:
+    session = ServerSession(store, None, "::1", 1, 0.0)
     session.receive(HANDSHAKE[:cut])
     session.receive(HANDSHAKE[cut:] + PING + b"\1\2\3\4")
     assert take(session) == b"\1\2\3\4"
 
 
 @pytest.mark.parametrize("magic", [0, 0x3C85F7CF, 0xCEF7853C, 2**32 - 1])
-def test_a_wrong_magic_number(engine: Store, magic: int) -> None:
-    session = ServerSession(engine, None, "::1", 1, 0.0)
+def test_a_wrong_magic_number(store: Store, magic: int) -> None:
+    session = ServerSession(store, None, "::1", 1, 0.0)
     with pytest.raises(ProtocolError, match=f"VALIDATE carries {magic:#x}"):
         session.receive(b"\0" + struct.pack("<I", magic) + SET + blob(b"/k") + blob(b"v"))
-    assert engine.keyspace.num_keys() == 0
+    assert store.keyspace.num_keys() == 0
 
 
 @pytest.mark.parametrize("opcode", range(1, 256))
-def test_a_first_frame_that_is_not_validate(engine: Store, opcode: int) -> None:
-    session = ServerSession(engine, None, "::1", 1, 0.0)
+def test_a_first_frame_that_is_not_validate(store: Store, opcode: int) -> None:
+    session = ServerSession(store, None, "::1", 1, 0.0)
     expected = f"first frame has opcode {opcode}, expected VALIDATE$"
     if opcode == TLS_HANDSHAKE:
         expected = "it began a TLS handshake, but this server does not use TLS$"
@@ -243,8 +243,8 @@ def test_a_first_frame_that_is_not_validate(engine: Store, opcode: int) -> None:
 
 
 @pytest.mark.parametrize("opcode", [0, *(opcode for opcode, command in enumerate(BY_OPCODE) if command is None)])
-def test_an_unknown_opcode(engine: Store, opcode: int) -> None:
-    session = join(engine)
+def test_an_unknown_opcode(store: Store, opcode: int) -> None:
+    session = join(store)
     with pytest.raises(ProtocolError, match=f"unknown opcode {opcode}"):
         session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + bytes([opcode]) + ADD)
     assert take(session) == blob(b"v")
@@ -253,79 +253,79 @@ def test_an_unknown_opcode(engine: Store, opcode: int) -> None:
 # What is said
 
 
-def test_replies_keep_the_order_of_events(engine: Store) -> None:
-    session, other = join(engine), join(engine)
+def test_replies_keep_the_order_of_events(store: Store) -> None:
+    session, other = join(store), join(store)
     session.receive(WAIT + keys(b"/k") + PING + b"\1\0\0\0")
     other.receive(SET + blob(b"/k") + blob(b"v"))
     session.receive(CANCEL + ADD + blob(b"/n") + u64(3))
     assert take(session) == b"\1\0\0\0" + b"\0" + b"\1" + u64(3)
-    assert engine.hub.pending_flush == [session]
+    assert store.hub.pending_flush == [session]
 
 
-def test_a_session_that_wakes_itself_is_sent_that_first(engine: Store) -> None:
-    session = join(engine)
+def test_a_session_that_wakes_itself_is_sent_that_first(store: Store) -> None:
+    session = join(store)
     session.receive(WAIT + keys(b"/n") + ADD + blob(b"/n") + u64(3))
     assert take(session) == b"\0" + u64(3)
 
 
-def test_a_thousand_frames_in_one_chunk(engine: Store) -> None:
-    session = join(engine)
+def test_a_thousand_frames_in_one_chunk(store: Store) -> None:
+    session = join(store)
     session.receive((ADD + blob(b"/n") + u64(1)) * 1000)
     assert take(session) == b"".join(map(u64, range(1, 1001)))
 
 
-def test_a_value_is_sent_without_a_copy(engine: Store) -> None:
-    session = join(engine)
+def test_a_value_is_sent_without_a_copy(store: Store) -> None:
+    session = join(store)
     session.receive(SET + blob(b"/k") + blob(bytes(1000)) + (GET + blob(b"/k")) * 2)
-    assert session.out[0] is session.out[1] is engine.keyspace.values[b"/k"]
+    assert session.out[0] is session.out[1] is store.keyspace.values[b"/k"]
 
 
-def test_unsent_counts_what_is_in_out(engine: Store) -> None:
-    session = join(engine)
+def test_unsent_counts_what_is_in_out(store: Store) -> None:
+    session = join(store)
     session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
     assert session.unsent == sum(map(len, session.out)) == 9 * 3 + 18
 
 
-def test_a_bad_number_closes_and_changes_nothing(engine: Store) -> None:
-    session = join(engine)
+def test_a_bad_number_closes_and_changes_nothing(store: Store) -> None:
+    session = join(store)
     with pytest.raises(ProtocolError):
         session.receive(SET + blob(b"/k") + blob(b"x") + ADD + blob(b"/k") + u64(1))
     session.leave()
-    assert engine.keyspace.get(b"/k") == blob(b"x")
+    assert store.keyspace.get(b"/k") == blob(b"x")
 
 
 # Going
 
 
-def test_leaving_leaves_nothing(engine: Store) -> None:
-    session = join(engine)
+def test_leaving_leaves_nothing(store: Store) -> None:
+    session = join(store)
     session.receive(WAIT + keys(b"/a", b"/b") + SET + u64(100))
-    assert engine.budget.unfinished == 9 + 64
+    assert store.budget.unfinished == 9 + 64
     session.leave()
-    assert (engine.budget.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
+    assert (store.budget.unfinished, store.keyspace.waiters, store.keyspace.size) == (0, {}, 0)
     assert (session.owner, session.parked, session.input_buffer, session.partial) == (None, None, None, None)
 
 
-def test_leaving_half_a_large_value_leaves_nothing(engine: Store) -> None:
-    session = join(engine)
+def test_leaving_half_a_large_value_leaves_nothing(store: Store) -> None:
+    session = join(store)
     session.receive(SET + blob(b"/k") + u64(10**6) + bytes(500_000))
     assert session.large_value() is not None
-    assert engine.budget.unfinished >= 500_000
+    assert store.budget.unfinished >= 500_000
     session.leave()
-    assert engine.budget.unfinished == 0
+    assert store.budget.unfinished == 0
     assert session.large_value() is None
 
 
-def test_leaving_hands_items_on(engine: Store) -> None:
-    first, second, pusher = join(engine), join(engine), join(engine)
+def test_leaving_hands_items_on(store: Store) -> None:
+    first, second, pusher = join(store), join(store), join(store)
     first.receive(WAIT + keys(b"q"))
     second.receive(WAIT + keys(b"q"))
     pusher.receive(b"\x0e" + blob(b"q") + blob(b"item"))
     assert (take(first), take(second)) == (b"\0", b"")
-    engine.hub.pending_flush.clear()
+    store.hub.pending_flush.clear()
     first.leave()
     assert take(second) == b"\0"
-    assert engine.hub.pending_flush == [second]
+    assert store.hub.pending_flush == [second]
 
 
 @pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])
@@ -335,12 +335,12 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
     class Owner:
         pass
 
-    engine = Store(Limits())
+    store = Store(Limits())
     owner = Owner()
     gone = weakref.ref(owner)
     gc.disable()
     try:
-        session = ServerSession(engine, owner, "::1", 1, 0.0)
+        session = ServerSession(store, owner, "::1", 1, 0.0)
         session.receive(HANDSHAKE + waits + PING + b"\1\2\3\4")
         session.leave()
         del owner
@@ -353,8 +353,8 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
 
 
 def test_unsent_replies_stop_the_peer() -> None:
-    engine = Store(Limits(value_bytes=100, unsent_high_water=50))
-    session = join(engine)
+    store = Store(Limits(value_bytes=100, unsent_high_water=50))
+    session = join(store)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + (GET + blob(b"/k")) * 5)
     assert session.stalled()
     assert session.unsent == 60
@@ -372,8 +372,8 @@ def test_a_reply_over_every_budget_closes() -> None:
 
 
 def test_a_stalled_peer_cannot_send_without_limit() -> None:
-    engine = Store(Limits(value_bytes=100, unsent_high_water=0, budget_bytes=4000))
-    session = join(engine)
+    store = Store(Limits(value_bytes=100, unsent_high_water=0, budget_bytes=4000))
+    session = join(store)
     session.receive(PING + b"\1\0\0\0")
     with pytest.raises(LimitError, match="budget_bytes"):
         for _ in range(1000):
@@ -381,15 +381,15 @@ def test_a_stalled_peer_cannot_send_without_limit() -> None:
 
 
 def test_what_a_relay_says_of_a_peer_counts_and_yields_to_what_the_peer_says() -> None:
-    engine = Store(Limits())
-    session = ServerSession(engine, None, "h", 1, 0.0)
+    store = Store(Limits())
+    session = ServerSession(store, None, "h", 1, 0.0)
     session.receive(HANDSHAKE)
-    used = engine.budget.used()
+    used = store.budget.used()
     session.describe({"rank": "3"})
-    assert engine.budget.used() == used + session.introduction_bytes() > used
+    assert store.budget.used() == used + session.introduction_bytes() > used
     session.receive(introduction((b"rank", b"4"), (b"host", b"node")))
     session.describe({"rank": "5"})
     assert session.peer == {"rank": "4", "host": "node"}
-    assert engine.budget.used() == used + session.introduction_bytes()
+    assert store.budget.used() == used + session.introduction_bytes()
     session.leave()
-    assert engine.budget.used() == 0
+    assert store.budget.used() == 0

@@ -24,16 +24,16 @@ SESSIONS = 2_000
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_a_session_stays_within_its_budget(observed: bool) -> None:
-    engine = Store(Limits())
+    store = Store(Limits())
     if observed:
-        engine.observe(History(engine))
+        store.observe(History(store))
     start = HANDSHAKE + b"\x0d1234" + b"\x04" + blob(b"init/") + struct.pack("<q", 1)
     sessions: list[ServerSession] = []
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(SESSIONS):
-            session = ServerSession(engine, None, "127.0.0.1", 10_000 + number, 1.5)
+            session = ServerSession(store, None, "127.0.0.1", 10_000 + number, 1.5)
             session.receive(start)
             session.out.clear()
             session.unsent = 0

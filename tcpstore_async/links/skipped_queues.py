@@ -9,11 +9,11 @@ from typing import Final
 from ..session.store import Store
 from .work import LinkWork
 
-_PASSED_SHIFT: Final = 4
-"""Sixteen sessions are passed over in the time in which one is offered an item."""
+_SKIPPED_SHIFT: Final = 4
+"""Sixteen sessions are skipped in the time in which one is offered an item."""
 
 
-class PassedOver:
+class SkippedQueues:
     """The queues of one link."""
 
     def __init__(self, registry: LinkWork) -> None:
@@ -21,14 +21,14 @@ class PassedOver:
         self.connected = False
         """Whether the link has a connection."""
         self.queues: dict[tuple[Store, bytes], None] = {}
-        """Each with the engine of its store."""
+        """Each with its store."""
 
-    def pass_over(self, engine: Store, queue: bytes) -> bool:
-        """Return whether no item of a queue must be offered to a session now; see `Waiter.pass_over`."""
+    def skip_suspended(self, store: Store, queue: bytes) -> bool:
+        """Return whether no item of a queue must be offered to a session now; see `Waiter.skip_suspended`."""
         if self.connected:
             return False
-        self.queues[engine, queue] = None
-        self.registry.passed_over += 1
+        self.queues[store, queue] = None
+        self.registry.skipped += 1
         return True
 
     def connect(self) -> None:
@@ -40,20 +40,20 @@ class PassedOver:
     def offer_some(self, most: int) -> bool:
         """Offer items, at most so many. Returns whether that is done.
 
-        The sessions of other links, which these items pass over in turn, cost time too.
+        The sessions of other links, which these items skip in turn, cost time too.
         """
         registry = self.registry
-        most += registry.passed_over >> _PASSED_SHIFT
+        most += registry.skipped >> _SKIPPED_SHIFT
         for place in list(islice(self.queues, registry.portion)):
             if not self.connected:
                 return True
-            engine, queue = place
-            engine.activate()
-            while engine.keyspace.offer(queue):
+            store, queue = place
+            store.activate()
+            while store.keyspace.offer(queue):
                 most -= 1
-                if most <= registry.passed_over >> _PASSED_SHIFT:
+                if most <= registry.skipped >> _SKIPPED_SHIFT:
                     return False
             del self.queues[place]
-            if most <= registry.passed_over >> _PASSED_SHIFT:
+            if most <= registry.skipped >> _SKIPPED_SHIFT:
                 break
         return not self.queues
