@@ -209,8 +209,6 @@ since its last sign of life as the argument of any agent's beat says.
 
 `{SERVER_KEY.decode()}` and `{JOINS_KEY.decode()}` are never counted, listed or deleted. WAIT finds them. A command that
 would write to one closes its connection.
-
-If FETCH, WAIT_COUNT, LEASE_LATER or MEET blocks, it drops the registrations left over from replaced WAITs.
 """
 
 

@@ -103,7 +103,7 @@ class Sessions:
 
     def finish(self, session: ServerSession | None = None) -> None:
         """Finish what the store does in steps, and a long command of this session."""
-        while session is not None and session.incremental is not None:
+        while session is not None and session.running is not None:
             session.receive(b"")
         while self.store.keyspace.work:
             self.store.keyspace.step()
@@ -248,7 +248,7 @@ class Ranks:
                 self.sessions[rank] = session = ServerSession(store, rank, "10.0.0.1", rank % 65536, 0.0)
             for piece in pieces:
                 session.receive(bytes(memoryview(piece)))
-            while session.incremental is not None:
+            while session.running is not None:
                 session.receive(b"")
         while keyspace.work:
             keyspace.step()

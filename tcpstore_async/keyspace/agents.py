@@ -9,7 +9,7 @@ agent that has gone but its name, which `Rounds` counts, or `Ended` if it belong
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from struct import Struct
 from typing import Any, Final
@@ -19,10 +19,9 @@ import msgspec
 from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
 from ..wire.values import PREFIX, Framed, unpack
 from .accounts import Account
-from .registrations import UnparkFirst
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
-from .steps import DeferredWork
+from .steps import Later
 from .waiter_types import AWAITING_ROUND, IDLE, Waiter
 
 LOOK: Final = 0
@@ -115,9 +114,6 @@ class AgentRegistry(SharedRequests):
             raise ProtocolError(
                 f"invalid MEET: {least} to {most} agents, name length {counted(len(name) - PREFIX, 'byte')}"
             )
-        if self._needs_steps(waiter):
-            self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
-            return None
         agent, rounds = self._find(key, name)
         if self.no_rounds and (rounds is None or not rounds.closed):
             raise ProtocolError(f"MEET: {self.no_rounds}")
@@ -137,9 +133,7 @@ class AgentRegistry(SharedRequests):
         self.answer_due(rounds)
         if answer is not None:
             return _framed_answer(answer)
-        self._unpark(waiter)
         waiter.state = AWAITING_ROUND
-        waiter.remaining = 1
         agent.parked = waiter
         return None
 
@@ -167,8 +161,9 @@ class AgentRegistry(SharedRequests):
         elif agent is not None:
             if action == BEAT:
                 rounds.beat(agent)
-                if not rounds.expiring and not self.remove_silent(rounds, number):
-                    self.defer(RemoveSilent(self, rounds, number))
+                if not rounds.expiring and not self._remove_silent(rounds, number):
+                    rounds.expiring = True
+                    self.defer(Later(self._remove_more_silent(rounds, number, self.account)))
             elif action == COMPLETE:
                 rounds.complete(agent, number)
             elif action == LEAVE:
@@ -196,7 +191,7 @@ class AgentRegistry(SharedRequests):
         self.no_rounds = why
         return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
 
-    def remove_silent(self, rounds: Rounds, missing: int) -> bool:
+    def _remove_silent(self, rounds: Rounds, missing: int) -> bool:
         """Remove some of the agents of which nothing was seen for so many ticks; True if no more are left."""
         for _ in range(_REMOVED_AT_ONCE):
             agent = rounds.silent(missing)
@@ -206,6 +201,16 @@ class AgentRegistry(SharedRequests):
             rounds.remove(agent)
         return False
 
+    def _remove_more_silent(self, rounds: Rounds, missing: int, account: Account | None) -> Iterator[None]:
+        """Remove the others, for the account of the agent whose beat this follows from."""
+        while rounds.expiring:
+            before = self.charge(account)
+            rounds.expiring = not self._remove_silent(rounds, missing)
+            self.answer_due(rounds)
+            self.charge(before)
+            if rounds.expiring:
+                yield
+
     def forget_rounds(self, key: bytes) -> None:
         """Forget the rounds under a key if they have no agents."""
         rounds = self.rounds[key]
@@ -214,7 +219,7 @@ class AgentRegistry(SharedRequests):
             self.size -= len(key) + rounds.counted
             self._forget_end(key)
 
-    def answer(self, due: Due, agent: Agent, rank: int) -> None:
+    def _answer(self, due: Due, agent: Agent, rank: int) -> None:
         """Answer an agent that is due, if it is parked and has not been removed."""
         waiter = self._parked(agent)
         if waiter is not None and (agent.group is due.group if due.closed < 0 else agent.group is not None):
@@ -294,7 +299,7 @@ class AgentRegistry(SharedRequests):
         return waiter
 
     def _answer_first(self, agent: Agent) -> None:
-        """Give an agent the answer that `AnswerAgents` may have for it: what follows makes that impossible."""
+        """Give an agent the answer that `_answer_each` may have for it: what follows makes that impossible."""
         if self.working:
             waiter = self._parked(agent)
             if waiter is not None:
@@ -313,59 +318,28 @@ class AgentRegistry(SharedRequests):
         while rounds.due:
             due = rounds.due.pop(0)
             if len(due.agents) > self.portion:
-                self.defer(AnswerAgents(self, due))
+                self.defer(Later(self._answer_each(due), partial(self._answer_waiter, due)))
             else:
                 for rank, agent in enumerate(due.agents):
-                    self.answer(due, agent, rank)
+                    self._answer(due, agent, rank)
+
+    def _answer_each(self, due: Due) -> Iterator[None]:
+        """Answer the agents of a group that are parked."""
+        for rank, agent in enumerate(due.agents):
+            if rank and rank % self.portion == 0:
+                yield
+            self._answer(due, agent, rank)
+
+    def _answer_waiter(self, due: Due, waiter: Waiter) -> None:
+        agent = self.represented.get(waiter)
+        if agent is not None and waiter.state == AWAITING_ROUND:
+            if due.closed >= 0:
+                if agent.rounds is due.rounds:
+                    self._answer(due, agent, 0)
+            elif agent.group is due.group:
+                self._answer(due, agent, due.group.rank(agent))
 
     def _fire_answer(self, agent: Agent, waiter: Waiter, answer: Answer) -> None:
         agent.parked = None
         waiter.state = IDLE
-        waiter.remaining = 0
         waiter.fire(_framed_answer(answer))
-
-
-class AnswerAgents(DeferredWork):
-    """Answer the agents of a group that are parked."""
-
-    def __init__(self, registry: AgentRegistry, due: Due) -> None:
-        self.registry = registry
-        self.due = due
-        self.at: int = 0
-
-    def step(self, most: int) -> bool:
-        agents = self.due.agents
-        stop = min(self.at + most, len(agents))
-        for rank in range(self.at, stop):
-            self.registry.answer(self.due, agents[rank], rank)
-        self.at = stop
-        return stop == len(agents)
-
-    def resolve(self, waiter: Waiter) -> None:
-        agent = self.registry.represented.get(waiter)
-        if agent is not None and waiter.state == AWAITING_ROUND:
-            if self.due.closed >= 0:
-                if agent.rounds is self.due.rounds:
-                    self.registry.answer(self.due, agent, 0)
-            elif agent.group is self.due.group:
-                self.registry.answer(self.due, agent, self.due.group.rank(agent))
-
-
-class RemoveSilent(DeferredWork):
-    """Remove the other agents of which nothing was seen for so many ticks."""
-
-    def __init__(self, registry: AgentRegistry, rounds: Rounds, missing: int) -> None:
-        self.registry = registry
-        self.rounds = rounds
-        self.missing = missing
-        self.account = registry.account
-        """That of the agent whose beat this follows from."""
-        rounds.expiring = True
-
-    def step(self, most: int) -> bool:
-        registry = self.registry
-        before = registry.charge(self.account)
-        self.rounds.expiring = not registry.remove_silent(self.rounds, self.missing)
-        registry.answer_due(self.rounds)
-        registry.charge(before)
-        return not self.rounds.expiring

@@ -12,7 +12,7 @@ from typing import Final
 
 from ..wire.values import wrap
 from .agents import AgentRegistry
-from .steps import FreeDict
+from .steps import Later, free_dict
 from .waiter_types import Waiter
 
 _LEFT: Final = -1
@@ -129,4 +129,4 @@ class JoinRegistry(AgentRegistry):
         joins = self.joins.pop(key)
         self.size -= joins.size
         if len(joins.waiters) > self.portion:
-            self.defer(FreeDict(joins.waiters))
+            self.defer(Later(free_dict(joins.waiters, self.portion)))

@@ -9,9 +9,11 @@ threads or clocks.
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
 change. `size` is the sum of what everything stored and every waiter counts.
 
-Registrations are counted exactly as by PyTorch's libuv server, except for its queue defects (`docs/quirks.md`).
+A wait ends when PyTorch's libuv server would end it, except for its queue defects and for a second wait that a client
+sends before the first has ended (`docs/quirks.md`).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -36,10 +38,8 @@ from ..wire.values import (
     wrap,
 )
 from .queues import Queues
-from .registrations import MarkStale, UnparkFirst
-from .steps import UNCUT, DeferredWork, FreeValue, IncrementalCommand, ReplyInPieces
-from .waiter_types import AWAITING_VALUE, Counter, Waiter
-from .waiters import PostponedWaitCount
+from .steps import UNCUT, Later, Running, Steps, free_value
+from .waiter_types import AWAITING_KEYS, AWAITING_VALUE, Counter, Waiter
 
 _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
@@ -47,9 +47,6 @@ _LARGE: Final = 4 * 1024 * 1024
 
 _KEY_BYTES: Final = 1024 * 1024
 """Bytes of keys after which a step ends: long keys take longer to hash and compare."""
-
-_HELD_BACK: Final = 2**40
-"""Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
 
 
 def _portion_end(keys: list[bytes], at: int, most: int) -> int:
@@ -60,109 +57,6 @@ def _portion_end(keys: list[bytes], at: int, most: int) -> int:
         size += len(keys[at])
         at += 1
     return at
-
-
-class PostponedMultiSet(IncrementalCommand):
-    """A MULTI_SET of many keys, or many waiters, while the waiters of an earlier one are still to be woken."""
-
-    def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
-        super().__init__()
-        self.keyspace = keyspace
-        self.items = items
-        self.counted: int = 0
-        """Bytes that it holds while it waits."""
-        self.keeps = True
-
-    def step(self, most: int) -> bool:
-        if self.keyspace.waking is not None:
-            self.counted = self.held = max(self.held, self.counted)
-            return False
-        if self.held:  # it is about to be in the store, and must not count twice
-            self.counted, self.held = self.held, 0
-            return False
-        self.keyspace.set_items(self.items)
-        return True
-
-    def abandon(self) -> None:
-        self.keyspace.free_later(self.items)
-
-
-class ParkOnKeys(IncrementalCommand):
-    """WAIT for many keys. Each is looked at in its step, and the waiter is registered from then on if it is missing."""
-
-    def __init__(self, keyspace: "Keyspace", waiter: Waiter, keys: list[bytes]) -> None:
-        super().__init__()
-        self.keyspace = keyspace
-        self.waiter = waiter
-        handoff = waiter.handoff
-        self.queue = None if handoff is None else handoff.queue
-        """The queue of the waiter's hand-off, which is renewed if it is among the keys and nothing is missing."""
-        self.renew = False
-        self.marking: MarkStale | None = None
-        self.keys = keys
-        self.at = 0
-        self.parking = False
-        """Whether a key was missing; until then the waiter still awaits what it awaited before."""
-        self.keeps = True
-
-    def step(self, most: int) -> bool:
-        keyspace, waiter = self.keyspace, self.waiter
-        if waiter in keyspace.unmarked and not self.parking:  # what it awaited before has ended meanwhile
-            if self.marking is None:
-                self.marking = MarkStale(keyspace, waiter, lambda: None)
-            if self.marking.step(most):
-                self.marking = None
-            return False
-        stop = _portion_end(self.keys, self.at, most)
-        portion = self.keys[self.at : stop]
-        if not self.parking:
-            self.renew = self.renew or self.queue in portion
-        self.at = stop
-        missing = [key for key in portion if not keyspace.exists(key)]
-        if missing:
-            # Registrations of earlier waits count down this one, too, but it must not end before the last key is seen.
-            remaining = waiter.remaining if self.parking else _HELD_BACK
-            keyspace.park(waiter, missing)
-            waiter.remaining += remaining
-            if not self.parking:
-                self.parking = True
-                if waiter.handoff is not None:  # what it awaited before has ended meanwhile
-                    keyspace.end_handoff(waiter, waiter.handoff)
-        if stop < len(self.keys):
-            return False
-        self.abandon()
-        self.result = True
-        if self.parking:
-            waiter.remaining -= _HELD_BACK
-            if waiter.remaining > 0:
-                self.result = False
-            else:
-                keyspace.end_wait(waiter)
-        elif self.renew and self.queue is not None:
-            waiter.handoff = keyspace.new_handoff(self.queue)
-        return True
-
-    def abandon(self) -> None:
-        self.keyspace.free_later(self.keys)
-
-
-class FreeItems(DeferredWork):
-    """Free the list of a long request, from its end.
-
-    Then the allocator returns memory to the kernel in steps, too. Freed from the front, 256 MiB of keys would all be
-    returned together with the last one, which takes 16 ms.
-    """
-
-    def __init__(self, keyspace: "Keyspace", items: list[Any]) -> None:
-        self.keyspace = keyspace
-        self.items = items
-
-    def step(self, most: int) -> bool:
-        del self.items[-most:]
-        if self.items:
-            return False
-        self.keyspace.freeing = False
-        return True
 
 
 class Keyspace(Queues):
@@ -211,7 +105,7 @@ class Keyspace(Queues):
         if value is None:
             return self.reserved.get(key, EMPTY)
         if isinstance(value, Growing) and self._chunked(value):
-            self.incremental = ReplyInPieces(value.read())
+            self.running = Running(None, value.read())
             return EMPTY
         return self._flatten(key, value)
 
@@ -282,7 +176,7 @@ class Keyspace(Queues):
                     return self.get(key)
             else:
                 current = self.get(key)
-                if self.incremental is not None or current != expected:
+                if self.running is not None or current != expected:
                     return current
         self.set(key, desired)
         return desired
@@ -346,7 +240,7 @@ class Keyspace(Queues):
     def _drop(self, growing: Growing) -> None:
         """Free a value that was replaced or deleted: a large one in steps."""
         if growing.size >= _LARGE and self.portion != UNCUT:
-            self.defer(FreeValue(growing))
+            self.defer(Later(free_value(growing)))
 
     def num_keys(self) -> int:
         return len(self.values)
@@ -378,9 +272,15 @@ class Keyspace(Queues):
         if self.waking is not None and (
             len(items) > self.portion or self._registrations([key for key, _ in items]) > self.portion
         ):
-            self.incremental = PostponedMultiSet(self, items)
+            self.running = Running(self._set_when_woken(items), request=items)
         else:
             self.set_items(items)
+
+    def _set_when_woken(self, items: list[tuple[bytes, Framed]]) -> Steps:
+        """Set many keys, or keys with many waiters, once the waiters of an earlier MULTI_SET are woken."""
+        while self.waking is not None:
+            yield
+        self.set_items(items)
 
     def _surely_fits(self, growth: int, keys: int) -> bool:
         """Return whether a command may add so many bytes and keys."""
@@ -476,7 +376,19 @@ class Keyspace(Queues):
         """Free a list in steps if it is long. One at a time, because what is not freed yet is not counted."""
         if len(items) > self.portion and not self.freeing:
             self.freeing = True
-            self.defer(FreeItems(self, items))
+            self.defer(Later(self._free_items(items)))
+
+    def _free_items(self, items: list[Any]) -> Iterator[None]:
+        """Free a list from its end: then the allocator returns memory to the kernel in steps, too.
+
+        Freed from the front, 256 MiB of keys would all be returned together with the last one, which takes 16 ms.
+        """
+        while True:
+            del items[-self.portion :]
+            if not items:
+                self.freeing = False
+                return
+            yield
 
     def _growth(self, key: bytes, old: StoredValue | None, length: int) -> int:
         """Return by how much a value of `length` bytes in place of `old` enlarges the store.
@@ -527,9 +439,10 @@ class Keyspace(Queues):
     # Waiting
 
     def wait(self, waiter: Waiter, keys: list[bytes]) -> bool:
-        """True if every key exists; else the waiter is parked on the missing ones."""
-        if self.unmarked and waiter in self.unmarked:
-            self.incremental = MarkStale(self, waiter, partial(self.wait, waiter, keys))
+        """True if every key exists; else the waiter is parked on the missing ones, not on those before."""
+        if len(keys) > self.portion or self._needs_steps(waiter):
+            self._make_idle(waiter)
+            self.running = Running(self._wait_in_steps(waiter, keys), request=keys)
             return False
         if len(keys) == 1:
             key = self.known(keys[0])
@@ -538,14 +451,32 @@ class Keyspace(Queues):
                 return True
             self.park_on(waiter, key)
             return False
-        if len(keys) > self.portion:
-            self.incremental = ParkOnKeys(self, waiter, keys)
-            return False
         if self.check(keys):
             self.renew_handoff(waiter, keys)
             return True
-        missing = [key for key in keys if key not in self.values and not self._exists_elsewhere(key)]
-        self.park(waiter, missing)
+        self.park(waiter, self._missing(keys))
+        return False
+
+    def _missing(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key in keys if key not in self.values and not self._exists_elsewhere(key)]
+
+    def _wait_in_steps(self, waiter: Waiter, keys: list[bytes]) -> Steps:
+        """WAIT for many keys, or in place of a wait for many. Each key is looked at in its step, and registered."""
+        while not self.unpark_some(waiter, self.portion):
+            yield
+        at = 0
+        while at < len(keys):
+            if at:
+                yield
+            stop = _portion_end(keys, at, self.portion)
+            missing = self._missing(keys[at:stop])
+            at = stop
+            if missing:
+                self._grow(sum([self.registration_bytes(key) for key in missing]))
+                self._register_under(waiter, missing)  # it stays idle: what appears before the last step ends no wait
+        if waiter.parked is None:
+            return True
+        waiter.state = AWAITING_KEYS
         return False
 
     def fetch(self, waiter: Waiter, key: bytes) -> Framed | None:
@@ -556,11 +487,6 @@ class Keyspace(Queues):
         if value is not None or self._exists_elsewhere(key):
             return self.get(key)
         self._require_idle(waiter)
-        if self._needs_steps(waiter):
-            self.incremental = UnparkFirst(self, waiter, partial(self.fetch, waiter, key))
-            return None
-        self._grow(self.registration_bytes(key))
-        self._unpark(waiter)
         self.park_on(waiter, key)
         waiter.state = AWAITING_VALUE
         waiter.awaited = key
@@ -574,15 +500,11 @@ class Keyspace(Queues):
         self._require_idle(waiter)
         if self.number_at(key) >= target or key in self.final:
             return True
-        if self._needs_steps(waiter):
-            self.incremental = UnparkFirst(self, waiter, partial(self.wait_count, waiter, key, target))
-            return False
         counter = self.counters.get(key)
         if counter is not None and counter.reaching and target <= counter.reached:
-            self.incremental = PostponedWaitCount(counter, target, partial(self.wait_count, waiter, key, target))
+            self.wait_until_woken(counter, target, partial(self.wait_count, waiter, key, target))
             return False
         self._grow(self.registration_bytes(key) * (2 if counter is None else 1))
-        self._unpark(waiter)
         if counter is None:
             counter = self.counters[key] = Counter(self, key, self.registration_bytes(key))
             self._register_counter(counter)
@@ -595,15 +517,15 @@ class Keyspace(Queues):
 
         The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is not a number.
         """
-        if self.unmarked and waiter in self.unmarked:
-            self.incremental = MarkStale(self, waiter, partial(self.barrier, waiter, key, world_size))
-            return False
         key = self.known(key)
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
         if count < world_size:
+            if self._needs_steps(waiter):
+                self.unpark_then(waiter, partial(self.barrier, waiter, key, world_size))
+                return False
             growth = self._growth(key, old, COUNTER_SIZE) + self.registration_bytes(key)
-            self._grow(growth + self._separation_bytes(waiter))
+            self._grow(growth)
         self._put(key, old, count, COUNTER_SIZE)
         if count < world_size:
             counter = self.counters.get(key)
@@ -620,10 +542,9 @@ class Keyspace(Queues):
     # Ending a wait
 
     def cancel_wait(self, waiter: Waiter) -> bool:
-        """Drop every registration of the waiter; True whether there was one or not."""
+        """Let the waiter await nothing; return True, whether it awaited something or not."""
         if self._needs_steps(waiter):
-            self._make_idle(waiter)
-            self.incremental = UnparkFirst(self, waiter, lambda: True)
+            self.unpark_then(waiter, lambda: True)
         else:
             self._unpark(waiter)
         return True
@@ -631,8 +552,7 @@ class Keyspace(Queues):
     def cancel_fetch(self, waiter: Waiter) -> Framed:
         """As `cancel_wait`, but return `ABSENT`."""
         if self._needs_steps(waiter):
-            self._make_idle(waiter)
-            self.incremental = UnparkFirst(self, waiter, lambda: ABSENT)
+            self.unpark_then(waiter, lambda: ABSENT)
         else:
             self._unpark(waiter)
         return ABSENT

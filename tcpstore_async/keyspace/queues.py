@@ -6,17 +6,14 @@ of its queue when it is returned or the waiter leaves.
 """
 
 from collections import deque
-from functools import partial
 from typing import Final
 
 from ..base.errors import ProtocolError
 from ..base.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
 from ..wire.values import ABSENT, Framed
 from .joins import JoinRegistry
-from .registrations import UnparkFirst
-from .steps import Pause
+from .steps import Running, pause
 from .waiter_types import AWAITING_ITEM, Waiter
-from .waiters import OfferReturned
 
 MAX_LEASES: Final = 4096
 """Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""
@@ -62,7 +59,7 @@ class Queues(JoinRegistry):
             self.wake_next(key)
             if self._woken > self.portion:
                 self._woken = 0
-                self.incremental = Pause()
+                self.running = Running(pause())
 
     def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
         """Return the length before the pop and, unless that is 0, the oldest item."""
@@ -126,11 +123,6 @@ class Queues(JoinRegistry):
         if leased[0] or self.exists(key):
             return leased
         self._require_idle(waiter)
-        if self._needs_steps(waiter):
-            self.incremental = UnparkFirst(self, waiter, partial(self.lease_later, waiter, key, ticket))
-            return None
-        self._grow(self.registration_bytes(key))
-        self._unpark(waiter)
         self.park_on(waiter, key)
         waiter.state = AWAITING_ITEM
         waiter.awaited = key
@@ -185,6 +177,4 @@ class Queues(JoinRegistry):
             queue.appendleft(item)
             self._end_lease(key)
         if self.waiters:
-            offering = OfferReturned(self, deque([key for key, _ in leased if key in self.waiters]))
-            if not offering.step(self.portion):
-                self.defer(offering)
+            self.offer_returned(deque([key for key, _ in leased if key in self.waiters]))

@@ -4,26 +4,24 @@ This module does not know what is stored, nor whom a write wakes: `WaiterRegistr
 
 Terms:
 
-* A *registration* lets a waiter be woken when a key appears. Registrations under one key are kept in order of arrival,
-  each with a count: how often one WAIT named the key.
-* A registration is *stale* when it outlives the wait that made it: PyTorch's servers let a second WAIT replace the
-  number of registrations that are awaited, but not the registrations themselves. Its count is then negative. A write
-  uses it up like any other, and counts down whatever its waiter awaits by then; a queue skips it.
+* A *registration* lets a waiter be woken when a key appears. Those under one key are kept in order of arrival. A write
+  to the key uses them up, and a wait ends with the last registration of its waiter.
 * A *group* is registered for all its members: waiters for one counter, or WAITs for one list of keys.
 * A *hand-off* is an item of a queue that a woken waiter is expected to take with its next command. If that command does
   something else, or the waiter leaves, the next waiter is woken.
 
-Invariants: no registration is left that nothing can use up. `size` includes every registration.
+Invariants: no registration outlives the wait that made it, whether that ends or another wait of its waiter replaces it.
+`size` includes every registration.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..base.errors import LimitError, ProtocolError
 from ..base.limits import PARKED_BYTES
 from .accounts import Account
-from .steps import UNCUT, DeferredWork, IncrementalCommand
+from .steps import UNCUT, Later, Running, Steps
 from .waiter_types import (
     AWAITING_KEYS,
     IDLE,
@@ -46,68 +44,6 @@ FEW: Final = 16
 dropped at once, as many waiters may go at the same moment."""
 
 
-class MarkStale(IncrementalCommand):
-    """A command that must first mark its waiter's stale registrations; see `Registrations.unmarked`."""
-
-    def __init__(self, registry: "Registrations", waiter: Waiter, then: Callable[[], Any]) -> None:
-        super().__init__()
-        self.registry = registry
-        self.waiter = waiter
-        self.then = then
-        self.keys = [] if waiter.parked is None else list(waiter.parked)
-
-    def step(self, most: int) -> bool:
-        self.registry.mark_stale(self.waiter, self.keys[-most:])
-        del self.keys[-most:]
-        if self.keys:
-            return False
-        self.registry.unmarked.discard(self.waiter)
-        self.result = self.then()
-        return True
-
-
-class UnparkFirst(IncrementalCommand):
-    """A command that must first drop many registrations of its waiter."""
-
-    def __init__(self, registry: "Registrations", waiter: Waiter, then: Callable[[], Any]) -> None:
-        super().__init__()
-        self.registry = registry
-        self.waiter = waiter
-        self.then = then
-
-    def step(self, most: int) -> bool:
-        if not self.registry.unpark_some(self.waiter, most):
-            return False
-        self.result = self.then()
-        return True
-
-
-class UnparkDeparted(DeferredWork):
-    """Drop the registrations of waiters that have gone, however many have gone at once."""
-
-    def __init__(self, registry: "Registrations") -> None:
-        self.registry = registry
-        self.waiters: deque[Waiter] = deque()
-
-    def step(self, most: int) -> bool:
-        registry = self.registry
-        while self.waiters and most > 0:
-            waiter = self.waiters[0]
-            if registry.postpones(waiter):
-                registry.defer(self)  # behind that work
-                return True
-            parked = waiter.parked
-            count = 0 if parked is None else len(parked)
-            if not registry.unpark_some(waiter, most):
-                return False
-            self.waiters.popleft()
-            most -= count + 1
-        if self.waiters:
-            return False
-        registry.unparking = None
-        return True
-
-
 class Registrations(GroupRegistry):
     """Which waiters are registered under which keys, and what that counts. The base class of `WaiterRegistry`."""
 
@@ -121,10 +57,10 @@ class Registrations(GroupRegistry):
         self._woken: int = 0
         """Registrations that writes and items have used up at once since the last step."""
         self.taken: int = 0
-        """Registrations that items have used up, or that were set aside as stale, so far."""
-        self.incremental: IncrementalCommand | None = None
-        """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
-        self.work: deque[DeferredWork] = deque()
+        """Registrations that items have used up so far."""
+        self.running: Running | None = None
+        """Set by a command that continues in steps; its return value is then void. The caller takes it."""
+        self.work: deque[Later] = deque()
         """What finished commands have left to do; see `step`."""
         self.working = False
         """Whether there is work: cheaper to test than a deque."""
@@ -132,22 +68,12 @@ class Registrations(GroupRegistry):
         """Keys that a MULTI_SET wrote and whose waiters deferred work is to wake; None while there is none."""
         self._awaited: int = 0
         """Bytes counted for them."""
-        self.unparking: UnparkDeparted | None = None
-        """The part of the deferred work that drops registrations of waiters that have gone."""
+        self.departed: deque[Waiter] = deque()
+        """Waiters that have gone. While there are some, deferred work drops their registrations."""
         self.on_work: Callable[[], object] | None = None
         """Called when the first work is deferred."""
-        self.waiters: dict[bytes, dict[Waiter, int]] = {}
-        """By key: the registrations in order of arrival, with their counts."""
-        self.stale: dict[bytes, dict[Waiter, int]] = {}
-        """By key: stale registrations that a queue has skipped, so that its next push does not look at them again.
-
-        They precede those in `waiters`, where the key is present too, though perhaps with nothing in it.
-        """
-        self.unmarked: set[Waiter] = set()
-        """Idle waiters with many stale registrations whose counts are not negative yet.
-
-        `MarkStale` must run before one of them is parked again.
-        """
+        self.waiters: dict[bytes, dict[Waiter, None]] = {}
+        """By key: who is registered, in order of arrival."""
         self.counters: dict[bytes, Counter] = {}
         """By key: the waiters for its number."""
         self.tracked: dict[bytes, KeyList] = {}
@@ -184,7 +110,7 @@ class Registrations(GroupRegistry):
 
     # Deferred work
 
-    def defer(self, work: DeferredWork) -> None:
+    def defer(self, work: Later) -> None:
         """Leave work for `step`."""
         self.work.append(work)
         self.working = True
@@ -194,8 +120,8 @@ class Registrations(GroupRegistry):
     def step(self) -> None:
         """Do a portion of the deferred work. There must be some."""
         work = self.work[0]
-        self._woken = -self.portion  # a step of `WakeKeys` stops by itself
-        if work.step(self.portion):
+        self._woken = -self.portion  # a step of `_wake_keys` stops by itself
+        if work.step():
             self.work.popleft()
             self.working = len(self.work) > 0
         self._woken = 0
@@ -215,9 +141,11 @@ class Registrations(GroupRegistry):
         group = waiter.group
         if group is not None:
             for work in list(self.work):  # it may grow by the waking of the group
-                work.resolve(group)
+                if work.resolve is not None:
+                    work.resolve(group)
         for work in self.work:
-            work.resolve(waiter)
+            if work.resolve is not None:
+                work.resolve(waiter)
 
     # Size
 
@@ -270,52 +198,27 @@ class Registrations(GroupRegistry):
     # Registering
 
     def park(self, waiter: Waiter, keys: list[bytes]) -> None:
-        """Register the waiter under missing keys and let it await as many registrations. Raises LimitError."""
-        group = waiter.group
-        growth = 0 if group is None else self._separation_bytes(waiter)
+        """Let the waiter await missing keys, instead of what it awaited before. Raises LimitError."""
+        growth = 0
         for key in keys:
             growth += self.registration_bytes(key)
-            if self.tracked:
-                self.close_group(key)
         self._grow(growth)
-        if isinstance(group, SharedWait):
-            self._separate(waiter, group)
-        elif group is not None:
-            self._leave_group(waiter, group)
+        if waiter.state != IDLE:
+            self._unpark(waiter)
         waiter.state = AWAITING_KEYS
-        waiter.awaited = b""
-        waiter.remaining = len(keys)
-        if waiter.parked is None:
-            waiter.parked = set()
-        added = 0
-        for key in keys:
-            registered = self.waiters.get(key)
-            if registered is None:
-                registered = self.waiters[key] = {}
-            if key not in waiter.parked:
-                registered[waiter] = 1
-                waiter.parked.add(key)
-                added += self.registration_bytes(key)
-            elif (count := registered.get(waiter, 0)) > 0:
-                registered[waiter] = count + 1
-            else:  # stale: renewed, and moved to the end
-                registered[waiter] = 1 - self._pop_registration(waiter, key)
-        self._weigh(waiter, added)
+        self._register_under(waiter, keys)
 
     def park_on(self, waiter: Waiter, key: bytes) -> None:
         """Do the same as `park` for one key: what ranks send most, without what a list needs. Raises LimitError."""
-        if waiter.parked is not None or waiter.group is not None:
-            self.park(waiter, [key])
-            return
-        if self.tracked:
-            self.close_group(key)
         size = self.registration_bytes(key)
         self._grow(size)
+        if waiter.state != IDLE:
+            self._unpark(waiter)
+        if self.tracked:
+            self.close_group(key)
         waiter.state = AWAITING_KEYS
-        waiter.awaited = b""
-        waiter.remaining = 1
         waiter.parked = {key}
-        self._register(waiter, key, 1)
+        self._register(waiter, key)
 
     def known(self, key: bytes) -> bytes:
         """Return the same key as the peer before has sent, if they are equal.
@@ -329,13 +232,25 @@ class Registrations(GroupRegistry):
         self._last_key = key
         return key
 
-    def _register(self, waiter: Waiter, key: bytes, count: int) -> None:
+    def _register(self, waiter: Waiter, key: bytes) -> None:
         """Add a registration, and count it for the waiter."""
         registered = self.waiters.get(key)
         if registered is None:
             registered = self.waiters[key] = {}
-        registered[waiter] = count
+        registered[waiter] = None
         self._weigh(waiter, self.registration_bytes(key))
+
+    def _register_under(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Register a waiter under keys, of which one may come more than once."""
+        parked = waiter.parked
+        if parked is None:
+            parked = waiter.parked = set()
+        for key in keys:
+            if key not in parked:
+                if self.tracked:
+                    self.close_group(key)
+                parked.add(key)
+                self._register(waiter, key)
 
     def _require_idle(self, waiter: Waiter) -> None:
         """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
@@ -354,7 +269,6 @@ class Registrations(GroupRegistry):
             self._leave_group(waiter, waiter.group)
         waiter.state = IDLE
         waiter.awaited = b""
-        waiter.remaining = 0
         waiter.barrier = None
 
     def _unpark(self, waiter: Waiter) -> None:
@@ -364,10 +278,18 @@ class Registrations(GroupRegistry):
         if parked is None:
             return
         waiter.parked = None
-        if self.unmarked:
-            self.unmarked.discard(waiter)
         for key in parked:
             self._unregister(waiter, key)
+
+    def unpark_then(self, waiter: Waiter, then: Callable[[], Any]) -> None:
+        """Let the waiter await nothing, drop its many registrations in steps, and have the command return `then()`."""
+        self._make_idle(waiter)
+        self.running = Running(self._unpark_first(waiter, then))
+
+    def _unpark_first(self, waiter: Waiter, then: Callable[[], Any]) -> Steps:
+        while not self.unpark_some(waiter, self.portion):
+            yield
+        return then()
 
     def has_many(self, waiter: Waiter) -> bool:
         """Whether the registrations of a waiter that has gone are dropped later: others may go at the same moment."""
@@ -376,15 +298,30 @@ class Registrations(GroupRegistry):
     def unpark_later(self, waiter: Waiter) -> None:
         """Let a waiter that has gone await nothing, and drop its registrations in steps."""
         self._make_idle(waiter)
-        if self.unparking is None:
-            self.unparking = UnparkDeparted(self)
-            self.defer(self.unparking)
-        self.unparking.waiters.append(waiter)
+        if not self.departed:
+            self.defer(Later(self._unpark_departed()))
+        self.departed.append(waiter)
+
+    def _unpark_departed(self) -> Iterator[None]:
+        """Drop the registrations of waiters that have gone, however many have gone at once."""
+        departed = self.departed
+        most = self.portion
+        while departed:
+            waiter = departed[0]
+            if self.postpones(waiter):
+                self.defer(Later(self._unpark_departed()))  # behind that work
+                return
+            most -= 1 if waiter.parked is None else len(waiter.parked) + 1
+            if self.unpark_some(waiter, self.portion):
+                departed.popleft()
+            if departed and most <= 0:
+                yield
+                most = self.portion
 
     def unpark_some(self, waiter: Waiter, most: int) -> bool:
         """Drop at most so many registrations of an idle waiter; True if none is left."""
         if self.working:
-            self.resolve(waiter)  # registrations that a WakeMany holds
+            self.resolve(waiter)  # registrations that `_wake_many` holds
         parked = waiter.parked
         if parked is not None:
             for _ in range(min(most, len(parked))):
@@ -392,35 +329,23 @@ class Registrations(GroupRegistry):
             if parked:
                 return False
             waiter.parked = None
-        self.unmarked.discard(waiter)
         return True
 
     def _unregister(self, waiter: Waiter, key: bytes) -> None:
         """Drop one registration."""
-        self._pop_registration(waiter, key)
+        del self.waiters[key][waiter]
         self._weigh(waiter, -self.registration_bytes(key))
         self._drop_empty(key)
 
     def _drop_empty(self, key: bytes) -> None:
         """Drop what is kept for a key of which a registration was removed, if that was the last; or note the hole."""
         registered = self.waiters[key]
-        if not registered and key not in self.stale:
+        if not registered:
             del self.waiters[key]
         elif len(registered) >= LONG - 1:
             self._compact(key, registered, 1)
 
-    def _pop_registration(self, waiter: Waiter, key: bytes) -> int:
-        """Remove a registration from `waiters`, or from `stale`, and return its count."""
-        count = self.waiters[key].pop(waiter, 0)
-        if count:
-            return count
-        stale = self.stale[key]
-        count = stale.pop(waiter)
-        if not stale:
-            del self.stale[key]
-        return count
-
-    def _compact(self, key: bytes, registered: dict[Waiter, int], removed: int) -> None:
+    def _compact(self, key: bytes, registered: dict[Waiter, None], removed: int) -> None:
         """Note that registrations were removed, and rebuild the dict if it has too many holes.
 
         Looking for the first entry of a dict steps over the places of all that were removed before it.
@@ -466,72 +391,22 @@ class Registrations(GroupRegistry):
             listed.group = None
             group.listed = None
 
-    def _separation_bytes(self, waiter: Waiter) -> int:
-        """Return by how much the store grows, at most, when the waiter leaves its group and is registered by itself."""
-        group = waiter.group
-        return group.weight if isinstance(group, SharedWait) else 0
-
-    def _separate(self, waiter: Waiter, group: SharedWait) -> None:
-        """Replace a waiter's membership by registrations of its own, behind all others."""
-        parked = group.parked
-        assert parked is not None
-        registrations = [(key, self.waiters[key][group]) for key in parked]
-        self._leave_group(waiter, group)
-        waiter.parked = set()
-        for key, count in registrations:
-            if self.tracked:
-                self.close_group(key)
-            waiter.parked.add(key)
-            self._register(waiter, key, count)
-
     def _drop_counter(self, counter: Counter) -> None:
         del self.counters[counter.key]
         self._unpark(counter)
 
     # Using up registrations
 
-    def _count_down(self, waiter: Waiter, key: bytes, count: int) -> int:
+    def _count_down(self, waiter: Waiter, key: bytes) -> int:
         """Take a used-up registration off the waiter. Returns the state that this ends; IDLE if it ends no wait."""
         parked = waiter.parked
         assert parked is not None
         parked.remove(key)
         self._weigh(waiter, -self.registration_bytes(key))
-        remaining = waiter.remaining
-        waiter.remaining = remaining - count
-        if remaining <= 0 or remaining > count:
-            if not parked and remaining <= 0:  # that was the last stale one
-                waiter.parked = None
-                if self.unmarked:
-                    self.unmarked.discard(waiter)
+        if parked:
             return IDLE
         state = waiter.state
-        if parked:
-            self.end_wait(waiter)
-        else:  # the common case, without a call
-            waiter.state = IDLE
-            waiter.barrier = None
-            waiter.parked = None
-        return state
-
-    def end_wait(self, waiter: Waiter) -> None:
-        """Make the waiter idle. Registrations that it still has become stale."""
         waiter.state = IDLE
         waiter.barrier = None
-        keys = waiter.parked
-        if not keys:
-            waiter.parked = None
-            return
-        if len(keys) > self.portion:
-            self.unmarked.add(waiter)
-        else:
-            self.mark_stale(waiter, list(keys))
-
-    def mark_stale(self, waiter: Waiter, keys: list[bytes]) -> None:
-        """Make the counts of an idle waiter's registrations negative."""
-        for key in keys:
-            registered = self.waiters.get(key)
-            if registered is None:
-                continue  # a WakeMany has it, or it is being used up just now
-            count = registered.get(waiter, 0)
-            if count > 0:
-                registered[waiter] = -count
+        waiter.parked = None
+        return state

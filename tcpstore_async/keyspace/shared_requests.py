@@ -55,8 +55,8 @@ class SharedRequests(WaiterRegistry):
         return present
 
     def wait_shared(self, waiter: Waiter, listed: KeyList) -> bool:
-        """As `Keyspace.wait`, but a waiter that is not registered yet joins the group for the list, if it is open."""
-        if waiter.state != IDLE or waiter.parked is not None:
+        """As `Keyspace.wait`, but an idle waiter joins the group for the list, if it is open."""
+        if waiter.state != IDLE:
             return self.wait(waiter, listed.keys)
         group = listed.group
         if group is None:

@@ -1,14 +1,14 @@
 """Long commands in steps, so that none of them holds the event loop for long.
 
-Two kinds of work are cut into portions. An `IncrementalCommand` is a command that is still running: its session accepts
-no other until it is done. `DeferredWork` is what a finished command leaves behind, such as waking 100,000 waiters;
-this cannot be observed, because what concerns a waiter is done before that waiter sends or receives anything else
-(`DeferredWork.resolve`).
+Two kinds of work are cut into portions, both written as generators that yield after each. `Running` is a command that
+is not done: its session accepts no other until it is. `Later` is what a finished command leaves behind, such as waking
+100,000 waiters; this cannot be observed, because what concerns a waiter is done before that waiter sends or receives
+anything else (`Later.resolve`).
 
 This module knows nothing of sessions, sockets and clocks, nor who calls `step` when. Short commands never come here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final
 
 from ..wire.values import Framed, Growing, pack
@@ -24,46 +24,64 @@ _LISTING_PIECE: Final = 1024 * 1024
 _FREED: Final = 8 * 1024 * 1024
 """Bytes that are freed in one step."""
 
+Steps = Generator[None, None, Any]
+"""What a command does, step by step; it returns what the command returns, and may raise PeerError."""
 
-class IncrementalCommand:
+
+class Running:
     """A command that is carried out in steps."""
 
-    def __init__(self) -> None:
-        self.result: Any = None
+    def __init__(self, steps: Steps | None, result: Any = None, request: list[Any] | None = None) -> None:
+        """Without `steps`, the `result` is a reply in pieces that is complete already."""
+        self.steps = steps
+        self.result = result
         """What the command returns, once it is done."""
-        self.keeps = False
-        """Whether it holds its request. (What that holds is not measured again, which takes long for many keys.)"""
+        self.request = request
+        """The list of keys or items in its request, if it holds that. To be freed in steps at the end."""
         self.held: int = 0
-        """Bytes of the request that it holds."""
-        self.determined = False
+        """Bytes of the request that it holds. (They are not measured again, which takes long for many keys.)"""
+        self.determined = steps is None
         """Whether the reply is determined already: what other commands send to its session must follow it."""
         self.behind: list[Framed] = []
         """Replies that have to follow it."""
         self.account: Account | None = None
         """What is counted for its client, if that is limited. The caller of `step` charges it."""
 
-    def step(self, most: int) -> bool:
-        """Handle the next `most` keys, or as many registrations; True once all is done. Raises PeerError."""
+    def step(self) -> bool:
+        """Handle a portion; return True once all is done. Raises PeerError."""
+        if self.steps is not None:
+            try:
+                next(self.steps)
+            except StopIteration as end:
+                self.result = end.value
+            else:
+                return False
         return True
 
     def abandon(self) -> None:
         """Stop, because the session has gone."""
+        if self.steps is not None:
+            self.steps.close()
 
 
-class ReplyInPieces(IncrementalCommand):
-    """A reply that is complete already, in pieces."""
-
-    def __init__(self, pieces: list[Framed]) -> None:
-        super().__init__()
-        self.result = pieces
-        self.determined = True
+def pause() -> Steps:
+    """End a command without a reply, but serve others before its session's next command."""
+    yield
+    return []
 
 
-class Pause(IncrementalCommand):
-    """The end of a command without a reply, to serve others before its session's next command."""
+class Later:
+    """Work that a finished command leaves behind."""
 
-    def step(self, most: int) -> bool:
-        self.result = []
+    def __init__(self, steps: Iterator[None], resolve: Callable[[Waiter], object] | None = None) -> None:
+        self.steps = steps
+        self.resolve = resolve
+        """Does at once what concerns one waiter."""
+
+    def step(self) -> bool:
+        """Do a portion; return True once all is done."""
+        for _ in self.steps:
+            return False
         return True
 
 
@@ -82,8 +100,11 @@ class KeyListing:
         """Names for the next piece."""
         self.parts_size: int = 0
 
-    def step(self, most: int) -> bool:
-        """Encode at most so many names; True once all are encoded."""
+    def is_complete(self) -> bool:
+        return self.at == len(self.keys)
+
+    def add(self, most: int) -> None:
+        """Encode at most so many further names."""
         stop = min(self.at + most, len(self.keys))
         portion = self.keys[self.at : stop]
         self.keys[self.at : stop] = [b""] * len(portion)  # so that not all are freed at once
@@ -91,65 +112,29 @@ class KeyListing:
         part = b"".join([pack(key) for key in portion])
         self.parts.append(part)
         self.parts_size += len(part)
-        done = stop == len(self.keys)
-        if done or self.parts_size >= _LISTING_PIECE:
+        if self.is_complete() or self.parts_size >= _LISTING_PIECE:
             self.pieces.append(b"".join(self.parts))
             self.parts = []
             self.parts_size = 0
-        return done
 
 
-class ListKeys(IncrementalCommand):
-    """LIST_KEYS of many keys."""
-
-    def __init__(self, listing: KeyListing, on_complete: Callable[[KeyListing], object]) -> None:
-        super().__init__()
-        self.determined = True
-        self.listing = listing
-        self.on_complete = on_complete
-
-    def step(self, most: int) -> bool:
-        listing = self.listing
-        if listing.at < len(listing.keys):  # else another client's command has completed it
-            if not listing.step(most):
-                return False
-            self.on_complete(listing)
-        self.result = listing.pieces
-        return True
-
-
-class DeferredWork:
-    """Work that a finished command leaves behind."""
-
-    def step(self, most: int) -> bool:
-        """Do the next portion; True once all is done."""
-        raise NotImplementedError
-
-    def resolve(self, waiter: Waiter) -> None:
-        """Do now what concerns this waiter."""
-
-
-class FreeValue(DeferredWork):
+def free_value(growing: Growing) -> Iterator[None]:
     """Free a large value that was replaced or deleted."""
-
-    def __init__(self, growing: Growing) -> None:
-        self.pieces = growing.pieces
-
-    def step(self, most: int) -> bool:
+    pieces = growing.pieces
+    while True:
         freed = 0
-        while self.pieces and freed < _FREED:
-            freed += len(self.pieces.pop())
-        return not self.pieces
+        while pieces and freed < _FREED:
+            freed += len(pieces.pop())
+        if not pieces:
+            return
+        yield
 
 
-class FreeDict(DeferredWork):
+def free_dict(items: dict[Any, Any], portion: int) -> Iterator[None]:
     """Free a large dict."""
-
-    def __init__(self, items: dict[Any, Any]) -> None:
-        self.items = items
-
-    def step(self, most: int) -> bool:
-        items = self.items
-        for _ in range(min(most, len(items))):
+    while True:
+        for _ in range(min(portion, len(items))):
             items.popitem()
-        return not items
+        if not items:
+            return
+        yield

@@ -21,9 +21,9 @@ _SLACK: Final = 16
 """Targets without waiters that a counter may keep, however few others it has."""
 
 IDLE: Final = 0
-"""The waiter awaits nothing. It may still have stale registrations, a hand-off and leases."""
+"""It awaits nothing. It may have a hand-off and leases, and registrations while a WAIT for many keys parks it."""
 AWAITING_KEYS: Final = 1
-"""WAIT and BARRIER: it fires once `remaining` registrations have been used up."""
+"""WAIT and BARRIER: it fires once all its registrations have been used up."""
 AWAITING_VALUE: Final = 2
 """FETCH: it fires with the value of `awaited`."""
 AWAITING_ITEM: Final = 3
@@ -59,10 +59,8 @@ class Waiter:
     def __init__(self) -> None:
         self.state: int = IDLE
         """What it awaits: `IDLE` or one of the `AWAITING_…` constants."""
-        self.remaining: int = 0
-        """Registrations to be used up before it fires; at most 0 when idle, or if its group has them."""
         self.parked: KeySet | None = None
-        """Keys under which it is registered, stale registrations included."""
+        """Keys under which it is registered; None if there are none, or if its group has them."""
         self.awaited: bytes = b""
         """The key to fetch, the queue to lease from, or the store to enter, in these three states."""
         self.group: Group | None = None
@@ -84,7 +82,6 @@ class Waiter:
         """Await nothing, and be in no group. (The group forgets the waiter by itself.)"""
         self.state = IDLE
         self.group = None
-        self.remaining = 0
 
     def skip_suspended(self, queue: bytes) -> bool:
         """Return whether no item of a queue must be offered now: nobody may come back for it.
@@ -168,7 +165,6 @@ class Counter(Group):
         waiter.state = AWAITING_NUMBER
         waiter.group = self
         waiter.number = target
-        waiter.remaining = 1
         equal = self.awaiting.get(target)
         if equal is None:
             equal = self.awaiting[target] = OrderedDict()

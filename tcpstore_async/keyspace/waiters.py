@@ -4,20 +4,21 @@ It does not know what is stored: the keyspace, which extends `WaiterRegistry`, s
 a waiter replies when it is woken is its own `fire` (`waiter_types.py`), which for a connection is that of
 `session/server.py`. `registrations.py` has the terms.
 
-Invariants: a waiter fires once, when the registrations that it awaits are used up. If waiters (except those in a
-barrier of the same name, and those that were passed over) are parked on a queue that holds items, each of these items
-is covered by a hand-off.
+Invariants: a waiter fires once, when all its registrations are used up. If waiters (except those in a barrier of the
+same name, and suspended ones that were skipped) are parked on a queue that holds items, each of these items is covered
+by a hand-off.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
 from ..base.errors import ProtocolError
 from ..wire.values import Framed, Value
 from .registrations import FEW, LONG, Registrations
-from .steps import DeferredWork, IncrementalCommand
+from .steps import Later, Running, Steps
 from .waiter_types import (
     AWAITING_ITEM,
     AWAITING_KEYS,
@@ -34,164 +35,7 @@ _AWAITED_BYTES: Final = 80
 """Counted for a key that a MULTI_SET wrote and whose waiters are to be woken: its entry in a dict."""
 
 _TAKEN: Final = 5000
-"""Registrations, most of them stale, that are taken away in one step while items are offered: about a millisecond."""
-
-
-class PostponedWaitCount(IncrementalCommand):
-    """A WAIT_COUNT for a target that has been reached, while earlier waiters for it are still to be woken."""
-
-    def __init__(self, counter: Counter, target: int, then: Callable[[], Any]) -> None:
-        super().__init__()
-        self.counter = counter
-        self.target = target
-        self.then = then
-
-    def step(self, most: int) -> bool:
-        if self.counter.reaching and self.target <= self.counter.reached:
-            return False
-        self.result = self.then()
-        return True
-
-
-class PostponedCommands(IncrementalCommand):
-    """What a session does instead of its next command while `WaiterRegistry.postpones` its waiter. It has no reply."""
-
-    def __init__(self, registry: "WaiterRegistry", waiter: Waiter) -> None:
-        super().__init__()
-        self.registry = registry
-        self.waiter = waiter
-        self.result = []
-
-    def step(self, most: int) -> bool:
-        return not self.registry.postpones(self.waiter)
-
-
-class OfferReturned(DeferredWork):
-    """Offer items that went back to their queues to the next waiters, in order.
-
-    At once if that is soon done; else others may take the items in between.
-    """
-
-    def __init__(self, registry: "WaiterRegistry", keys: deque[bytes]) -> None:
-        self.registry = registry
-        self.keys = keys
-        """The queues, one for each item."""
-        self.passed_over: set[bytes] = set()
-        """Queues of which nobody is to take an item."""
-        self.late = False
-        """Whether the items may have been taken, or offered already."""
-
-    def step(self, most: int) -> bool:
-        registry, keys = self.registry, self.keys
-        before = registry.taken
-        while keys:
-            if registry.taken - before > _TAKEN:
-                self.late = True
-                return False
-            key = keys.popleft()
-            if key in self.passed_over or key not in registry.waiters:
-                continue
-            if self.late and registry.queue_len(key) <= registry.handoffs.get(key, 0):
-                continue
-            if not registry.wake_next(key, handed_on=True):
-                self.passed_over.add(key)
-        return True
-
-
-class WakeMany(DeferredWork):
-    """Wake many waiters of a key that was written, in order of arrival."""
-
-    def __init__(self, registry: "WaiterRegistry", key: bytes, registered: dict[Waiter, int], value: Value) -> None:
-        self.registry = registry
-        self.key = key
-        self.registered = registered
-        self.value = value
-        """The value when it was written, for waiters that fetch it."""
-        self.empty = registry.queue_len(key) == 0
-        """Whether the queue of that name had no items, for waiters that lease one."""
-
-    def step(self, most: int) -> bool:
-        registered = self.registered
-        if isinstance(self.value, list):
-            most = max(1, most // len(self.value))
-        for waiter in list(islice(registered, most)):
-            count = registered[waiter]
-            del registered[waiter]  # compiled, `pop` costs three times as much
-            self.registry.wake(waiter, self.key, count, self.value, self.empty)
-        return not registered
-
-    def resolve(self, waiter: Waiter) -> None:
-        count = self.registered.pop(waiter, 0)
-        if count:
-            self.registry.wake(waiter, self.key, count, self.value, self.empty)
-
-
-class WakeKeys(DeferredWork):
-    """Wake the waiters of many keys that were written at once; those of one key in order of arrival.
-
-    Registrations stay where they are until then: taking out those of 131,072 keys would take too long. So whoever is
-    about to change such a key otherwise, or to park on it, calls `WaiterRegistry.finish_waking` first.
-    """
-
-    def __init__(self, registry: "WaiterRegistry", keys: dict[bytes, None]) -> None:
-        self.registry = registry
-        self.keys = keys
-        """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
-
-    def step(self, most: int) -> bool:
-        registry = self.registry
-        keys = self.keys
-        while keys and most > 0:
-            key, _ = keys.popitem()
-            registered = registry.waiters.get(key)
-            if registered is not None:
-                most -= len(registered)
-                registry.wake_all(key)
-            most -= 1
-        registry.weigh_awaited(keys)
-        if keys:
-            return False
-        registry.set_waking(None)
-        return True
-
-    def resolve(self, waiter: Waiter) -> None:
-        parked = waiter.parked
-        if parked is None:
-            return
-        for key in [key for key in parked if key in self.keys]:
-            self.registry.wake_now(waiter, key)
-
-
-class WakeAtCount(DeferredWork):
-    """Wake many waiters of a counter whose targets have been reached."""
-
-    def __init__(self, registry: "WaiterRegistry", counter: Counter) -> None:
-        self.registry = registry
-        self.counter = counter
-
-    def step(self, most: int) -> bool:
-        return self.registry.wake_reached(self.counter, most)
-
-    def resolve(self, waiter: Waiter) -> None:
-        if waiter.group is self.counter and waiter.number <= self.counter.reached:
-            self.counter.remove(waiter)
-            self.registry.wake_member(waiter, self.counter)
-
-
-class WakeMembers(DeferredWork):
-    """Wake the members of a large group whose wait is over, in order of arrival."""
-
-    def __init__(self, registry: "WaiterRegistry", group: SharedWait) -> None:
-        self.registry = registry
-        self.group = group
-
-    def step(self, most: int) -> bool:
-        return self.registry.wake_members(self.group, most)
-
-    def resolve(self, waiter: Waiter) -> None:
-        if waiter.group is self.group:
-            self.group.remove(waiter)
-            self.registry.wake_member(waiter, self.group)
+"""Registrations that are used up in one step while items are offered: about a millisecond."""
 
 
 class WaiterRegistry(Registrations):
@@ -217,16 +61,12 @@ class WaiterRegistry(Registrations):
 
     # Waking
 
-    def _take_registrations(self, key: bytes) -> dict[Waiter, int]:
-        """Remove and return all registrations under a key that was written, stale ones included."""
+    def _take_registrations(self, key: bytes) -> dict[Waiter, None]:
+        """Remove and return all registrations under a key that was written."""
         registered = self.waiters[key]
         del self.waiters[key]  # compiled, `pop` costs three times as much
         if self.holes:
             self.holes.pop(key, None)
-        if self.stale and key in self.stale:
-            stale = self.stale.pop(key)
-            stale.update(registered)
-            return stale
         return registered
 
     def _too_many(self, count: int) -> bool:
@@ -240,25 +80,88 @@ class WaiterRegistry(Registrations):
             self._wake_many(key, registered)
             return
         self._woken += len(registered)
-        for waiter, count in registered.items():
-            ended = self._count_down(waiter, key, count if count > 0 else -count)  # abs() is a call, here too
+        for waiter in registered:
+            ended = self._count_down(waiter, key)
             if ended == AWAITING_KEYS:
                 waiter.fire(None)
             elif ended != IDLE:
                 self._fire(waiter, ended)
 
-    def _wake_many(self, key: bytes, registered: dict[Waiter, int]) -> None:
+    def _wake_many(self, key: bytes, registered: dict[Waiter, None]) -> None:
         """Defer waking many waiters; they receive what was written now, whatever follows."""
         counter = self._take_counter(key, registered)
-        self.defer(WakeMany(self, key, registered, self.reply_value(key)))
+        self._wake_later(key, registered)
         if counter is not None:
             self.counter_changed(counter)
 
+    def _wake_later(self, key: bytes, registered: dict[Waiter, None]) -> None:
+        """Defer using up registrations, in order of arrival."""
+        value, empty = self.reply_value(key), self.queue_len(key) == 0
+        self.defer(
+            Later(self._wake_each(key, registered, value, empty), partial(self._wake, key, registered, value, empty))
+        )
+
+    def _wake_each(self, key: bytes, registered: dict[Waiter, None], value: Value, empty: bool) -> Iterator[None]:
+        portion = max(1, self.portion // len(value)) if isinstance(value, list) else self.portion
+        while True:
+            for waiter in list(islice(registered, portion)):
+                self._wake(key, registered, value, empty, waiter)
+            if not registered:
+                return
+            yield
+
+    def _wake(self, key: bytes, registered: dict[Waiter, None], value: Value, empty: bool, waiter: Waiter) -> None:
+        """Use up a registration, if the waiter still has it, whose key was written earlier.
+
+        `value` is the value at that time, and `empty` is whether the queue of this name had no items.
+        """
+        if waiter not in registered:
+            return
+        del registered[waiter]  # compiled, `pop` costs three times as much
+        ended = self._count_down(waiter, key)
+        if ended == AWAITING_KEYS:
+            waiter.fire(None)
+        elif ended == AWAITING_VALUE:
+            waiter.awaited = b""
+            waiter.fire(value)
+        elif ended == AWAITING_ITEM and empty:
+            waiter.awaited = b""
+            waiter.grant(0, None)
+        elif ended != IDLE:
+            self._fire(waiter, ended)
+
     def begin_waking(self, keys: dict[bytes, None]) -> None:
-        """Wake the waiters of these keys, which have all been written, in steps."""
+        """Wake the waiters of these keys, which have all been written, in steps; those of one key in order of arrival.
+
+        Registrations stay where they are until then: taking out those of 131,072 keys would take too long. So what is
+        about to change such a key otherwise calls `finish_waking` first. (`keys` is a dict because a set has no order.)
+        """
         self.set_waking(keys)
         self.weigh_awaited(keys)
-        self.defer(WakeKeys(self, keys))
+        self.defer(Later(self._wake_keys(keys), partial(self._wake_at_keys, keys)))
+
+    def _wake_keys(self, keys: dict[bytes, None]) -> Iterator[None]:
+        while True:
+            most = self.portion
+            while keys and most > 0:
+                key, _ = keys.popitem()
+                registered = self.waiters.get(key)
+                if registered is not None:
+                    most -= len(registered)
+                    self.wake_all(key)
+                most -= 1
+            self.weigh_awaited(keys)
+            if not keys:
+                self.set_waking(None)
+                return
+            yield
+
+    def _wake_at_keys(self, keys: dict[bytes, None], waiter: Waiter) -> None:
+        parked = waiter.parked
+        if parked is None:
+            return
+        for key in [key for key in parked if key in keys]:
+            self._wake_now(waiter, key)
 
     def set_waking(self, keys: dict[bytes, None] | None) -> None:
         """Begin, or end, waking the waiters of many keys."""
@@ -280,11 +183,11 @@ class WaiterRegistry(Registrations):
             if key in self.waiters:
                 self.wake_all(key)
 
-    def wake_now(self, waiter: Waiter, key: bytes) -> None:
+    def _wake_now(self, waiter: Waiter, key: bytes) -> None:
         """Use up one registration under a key that was written."""
-        count = self._pop_registration(waiter, key)
+        del self.waiters[key][waiter]
         self._drop_empty(key)
-        ended = self._count_down(waiter, key, abs(count))
+        ended = self._count_down(waiter, key)
         if ended != IDLE:
             self._fire(waiter, ended)
 
@@ -293,82 +196,61 @@ class WaiterRegistry(Registrations):
         self._unpark(counter)
         self.counter_changed(counter)
 
-    def _take_counter(self, key: bytes, registered: dict[Waiter, int]) -> Counter | None:
+    def _take_counter(self, key: bytes, registered: dict[Waiter, None]) -> Counter | None:
         """Use up the registration of the counter under this key and return it, if it has one."""
         counter = self.counters.get(key)
-        if counter is None or registered.pop(counter, 0) == 0:
+        if counter is None or counter not in registered:
             return None
-        self._count_down(counter, key, 1)
+        del registered[counter]
+        self._count_down(counter, key)
         return counter
 
-    def wake(self, waiter: Waiter, key: bytes, count: int, value: Value, empty: bool) -> None:
-        """Use up a registration whose key was written earlier.
-
-        `value` is the value at that time, and `empty` is whether the queue of this name had no items.
-        """
-        ended = self._count_down(waiter, key, count if count > 0 else -count)
-        if ended == AWAITING_KEYS:
-            waiter.fire(None)
-        elif ended == AWAITING_VALUE:
-            waiter.awaited = b""
-            waiter.fire(value)
-        elif ended == AWAITING_ITEM and empty:
-            waiter.awaited = b""
-            waiter.grant(0, None)
-        elif ended != IDLE:
-            self._fire(waiter, ended)
-
     def wake_next(self, key: bytes, handed_on: bool = False) -> bool:
-        """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
+        """Use up registrations under a queue for one item, up to and including that of the waiter which is to take it.
 
-        False if nobody is to take it; then nobody would take a second one either.
-        Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
-        item that is handed on skips waiters in a barrier of that name. See also `Waiter.skip_suspended`.
+        False if no waiter takes it; then none would take a second one either.
+        A waiter that awaits other keys too, or a value, does not take it. Of a group, the first member takes it and the
+        others stay registered. An item that is handed on skips waiters in a barrier of that name. See also
+        `Waiter.skip_suspended`.
         """
         self.finish_waking(key)
         if key not in self.waiters:
             return False
         registered = self.waiters[key]
-        stale = []
-        counted: list[Waiter] = []
+        used: list[Waiter] = []
         taker: Waiter | None = None
         member: Waiter | None = None
-        for waiter, count in registered.items():
+        for waiter in registered:
             if self.working:
                 self.resolve(waiter)
-                count = registered[waiter]
-            if count < 0 or waiter.remaining <= 0:
-                stale.append(waiter)
-            elif not (handed_on and waiter.barrier == key):
-                if waiter.remaining <= count and waiter.state != AWAITING_VALUE:
-                    if isinstance(waiter, SharedWait):
-                        member = waiter.first_present(key)
-                        if member is None:
-                            continue
-                    elif waiter.skip_suspended(key):
-                        continue
-                    else:
-                        taker = waiter
-                        counted.append(waiter)
+            if isinstance(waiter, Counter) or (handed_on and waiter.barrier == key):
+                continue
+            parked = waiter.parked
+            assert parked is not None
+            if len(parked) > 1 or waiter.state == AWAITING_VALUE or waiter.state == IDLE:
+                used.append(waiter)
+            elif isinstance(waiter, SharedWait):
+                member = waiter.first_present(key)
+                if member is not None:
                     break
-                counted.append(waiter)
-        if stale:
-            self._set_aside(key, stale)
-        found = taker is not None or member is not None
-        removed = len(stale) + len(counted)
-        self.taken += removed
-        if len(counted) > self.portion:
-            self._wake_later(key, registered, counted, taker)
-            counted = [] if taker is None else [taker]
-        if len(counted) > self._most_at_once:
-            self._woken += len(counted)
-        for waiter in counted:
-            ended = self._count_down(waiter, key, registered.pop(waiter))
-            if ended != IDLE:
-                if ended == AWAITING_KEYS:
-                    waiter.handoff = self.new_handoff(key)
-                self._fire(waiter, ended)
-        if not registered and key not in self.stale:
+            elif not waiter.skip_suspended(key):
+                taker = waiter
+                break
+        self.taken += len(used)
+        if len(used) > self.portion:
+            later = dict.fromkeys(used)
+            for waiter in used:
+                del registered[waiter]
+            self._wake_later(key, later)
+        else:
+            if len(used) > self._most_at_once:
+                self._woken += len(used)
+            for waiter in used:
+                self._use_up(waiter, key, registered)
+        if taker is not None:
+            self._use_up(taker, key, registered)
+        removed = len(used) + (taker is not None)
+        if not registered:
             del self.waiters[key]
             self.holes.pop(key, None)
         elif len(registered) >= LONG - removed:
@@ -377,25 +259,16 @@ class WaiterRegistry(Registrations):
             self._leave_group(member, member.group)
             member.handoff = self.new_handoff(key)
             member.fire(None)
-        return found
+        return taker is not None or member is not None
 
-    def _wake_later(
-        self, key: bytes, registered: dict[Waiter, int], counted: list[Waiter], taker: Waiter | None
-    ) -> None:
-        """Defer counting an item down for many waiters, but not for the one that is to take it."""
-        if taker is None and len(counted) == len(registered):
-            later = dict(registered)
-            registered.clear()
-        else:
-            later = {waiter: registered.pop(waiter) for waiter in counted if waiter is not taker}
-        self.defer(WakeMany(self, key, later, self.reply_value(key)))
-
-    def _set_aside(self, key: bytes, waiters: list[Waiter]) -> None:
-        """Move stale registrations to `stale`, so that the next push does not look at them again."""
-        registered = self.waiters[key]
-        stale = self.stale.setdefault(key, {})
-        for waiter in waiters:
-            stale[waiter] = -abs(registered.pop(waiter))
+    def _use_up(self, waiter: Waiter, key: bytes, registered: dict[Waiter, None]) -> None:
+        """Use up the registration of a waiter under a queue, for an item that it is to take if that ends its wait."""
+        del registered[waiter]
+        ended = self._count_down(waiter, key)
+        if ended != IDLE:
+            if ended == AWAITING_KEYS:
+                waiter.handoff = self.new_handoff(key)
+            self._fire(waiter, ended)
 
     def _fire(self, waiter: Waiter, ended: int) -> None:
         """Send the waiter the result of the wait that has ended."""
@@ -418,18 +291,27 @@ class WaiterRegistry(Registrations):
         """Wake the members of a group that has nothing left to await: now if they are few."""
         self._close(group)
         if len(group.members) > min(FEW, self.portion):
-            self.defer(WakeMembers(self, group))
+            self.defer(Later(self._wake_each_member(group), partial(self._wake_member_of, group)))
         else:
-            self.wake_members(group, FEW)
+            self._wake_members(group, FEW)
 
-    def wake_members(self, group: SharedWait, most: int) -> bool:
-        """Wake at most so many members; True if none is left."""
+    def _wake_members(self, group: SharedWait, most: int) -> None:
+        """Wake at most so many members, in order of arrival."""
         members = group.members
         for _ in range(min(most, len(members))):
-            waiter = next(iter(members))
+            self._wake_member_of(group, next(iter(members)))
+
+    def _wake_each_member(self, group: SharedWait) -> Iterator[None]:
+        while True:
+            self._wake_members(group, self.portion)
+            if not group.members:
+                return
+            yield
+
+    def _wake_member_of(self, group: SharedWait, waiter: Waiter) -> None:
+        if waiter.group is group:
             group.remove(waiter)
             self.wake_member(waiter, group)
-        return not members
 
     def wake_member(self, waiter: Waiter, group: Group) -> None:
         """Fire a waiter that has been removed from its group, whose wait is over."""
@@ -438,9 +320,8 @@ class WaiterRegistry(Registrations):
 
     def forget_waiters(self) -> None:
         """Drop all waiters, without waking them: in a forked child the threads that wait do not exist."""
-        for registrations in (self.waiters, self.stale, self.counters, self.holes, self.handoffs):
+        for registrations in (self.waiters, self.counters, self.holes, self.handoffs):
             registrations.clear()
-        self.unmarked.clear()
         self.size -= self.parked
         self.parked = 0
 
@@ -475,12 +356,11 @@ class WaiterRegistry(Registrations):
     # Waiters for a number
 
     def _register_counter(self, counter: Counter) -> None:
-        """Register a counter for the next write to its key, as stale so that a queue skips it."""
+        """Register a counter for the next write to its key. (A queue of that name skips it.)"""
         key = counter.key
         counter.state = AWAITING_KEYS
-        counter.remaining = 1
         counter.parked = {key}
-        self._register(counter, key, -1)
+        self._register(counter, key)
 
     def counter_changed(self, counter: Counter) -> None:
         """Wake the waiters whose target a write has reached, and register the counter anew for the others."""
@@ -501,20 +381,70 @@ class WaiterRegistry(Registrations):
             else:
                 counter.reaching = True
                 counter.reached = total
-                self.defer(WakeAtCount(self, counter))
+                self.defer(Later(self._wake_reached(counter), partial(self._wake_if_reached, counter)))
         if counter.awaiting:
             self._register_counter(counter)
         else:
             del self.counters[key]
 
-    def wake_reached(self, counter: Counter, most: int) -> bool:
-        """Wake at most so many waiters whose target has been reached; True if none is left."""
-        for _ in range(most):
-            waiter = counter.next_reached(counter.reached)
-            if waiter is None:
-                counter.reaching = False
-                if not counter.awaiting and self.counters.get(counter.key) is counter:
-                    self._drop_counter(counter)
-                return True
+    def _wake_reached(self, counter: Counter) -> Iterator[None]:
+        """Wake the waiters whose target has been reached."""
+        while True:
+            for _ in range(self.portion):
+                waiter = counter.next_reached(counter.reached)
+                if waiter is None:
+                    counter.reaching = False
+                    if not counter.awaiting and self.counters.get(counter.key) is counter:
+                        self._drop_counter(counter)
+                    return
+                self.wake_member(waiter, counter)
+            yield
+
+    def _wake_if_reached(self, counter: Counter, waiter: Waiter) -> None:
+        if waiter.group is counter and waiter.number <= counter.reached:
+            counter.remove(waiter)
             self.wake_member(waiter, counter)
-        return False
+
+    # Commands that have to wait for deferred work
+
+    def wait_until_woken(self, counter: Counter, target: int, then: Callable[[], Any]) -> None:
+        """Have a WAIT_COUNT for a reached target return `then()`, once earlier waiters for it are woken."""
+        self.running = Running(self._until_woken(counter, target, then))
+
+    def _until_woken(self, counter: Counter, target: int, then: Callable[[], Any]) -> Steps:
+        while counter.reaching and target <= counter.reached:
+            yield
+        return then()
+
+    def until_not_postponed(self, waiter: Waiter) -> Steps:
+        """What a session does instead of its next command while `postpones` its waiter. It has no reply."""
+        while self.postpones(waiter):
+            yield
+        return []
+
+    def offer_returned(self, keys: deque[bytes]) -> None:
+        """Offer items that went back to their queues, one for each key, to the next waiters, in order.
+
+        At once if that is soon done; else others may take the items in between.
+        """
+        offering = self._offer_returned(keys)
+        for _ in offering:
+            self.defer(Later(offering))
+            break
+
+    def _offer_returned(self, keys: deque[bytes]) -> Iterator[None]:
+        refused: set[bytes] = set()  # queues of which no waiter takes an item
+        late = False  # whether the items may have been taken, or offered already
+        before = self.taken
+        while keys:
+            if self.taken - before > _TAKEN:
+                late = True
+                yield
+                before = self.taken
+            key = keys.popleft()
+            if key in refused or key not in self.waiters:
+                continue
+            if late and self.queue_len(key) <= self.handoffs.get(key, 0):
+                continue
+            if not self.wake_next(key, handed_on=True):
+                refused.add(key)

@@ -130,7 +130,7 @@ class LinkedSession(Transport):
             return 1
         buffer = session.input_buffer
         cost = 1 + (0 if buffer is None else len(buffer) >> 6)
-        if session.incremental is not None:
+        if session.running is not None:
             cost = _STEP_COST
         try:
             self._execute(b"")
@@ -147,7 +147,7 @@ class LinkedSession(Transport):
             self.flush()
         if not session.stalled():
             self._allow_or_close()
-        elif session.incremental is not None or session.unsent <= session.store.limits.unsent_high_water:
+        elif session.running is not None or session.unsent <= session.store.limits.unsent_high_water:
             self.resume_later()
 
     def _fail(self, error: PeerError) -> None:

@@ -222,14 +222,14 @@ class SingleLink(Keeper):
 
     def step_later(self) -> None:
         """Go on with the command that is under way, for which others may wait."""
-        if self.session.incremental is not None and not self._stepping:
+        if self.session.running is not None and not self._stepping:
             self._stepping = True
             self.registry.step_later(self.step)
 
     def step(self) -> None:
         session = self.session
         self._stepping = False
-        if self.over or self.carrier is not None or session.incremental is None:
+        if self.over or self.carrier is not None or session.running is None:
             return
         try:
             session.receive(b"")

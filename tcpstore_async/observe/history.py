@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ..base.keys import BARRIER_LAST, BARRIER_MEMBERS, COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
-from ..keyspace.steps import DeferredWork, FreeDict
+from ..keyspace.steps import Later, free_dict
 from ..session.budget import Holder
 from ..session.observer import NEVER, Observer
 from ..session.peer import Peer
@@ -395,10 +395,19 @@ class History(Observer):
         self._young_departed = []
         self._young_bytes = 0
         if self.barriers:
-            self.keyspace.defer(_ForgetBarriers(self, list(self.barriers)))
+            self.keyspace.defer(Later(self._age_barriers(list(self.barriers))))
         if old:
-            self.keyspace.defer(FreeDict(old))
+            self.keyspace.defer(Later(free_dict(old, self.keyspace.portion)))
         self.keyspace.free_later(departed)
+
+    def _age_barriers(self, counters: list[bytes]) -> Iterator[None]:
+        """Forget the barriers that no session has entered since some were last forgotten."""
+        while True:
+            for _ in range(min(self.keyspace.portion, len(counters))):
+                self._age_barrier(counters.pop())
+            if not counters:
+                return
+            yield
 
     # Barriers
 
@@ -440,7 +449,7 @@ class History(Observer):
             self._count(_MEMBER_BYTES)
         barrier.recent = True
 
-    def age_barrier(self, counter: bytes) -> None:
+    def _age_barrier(self, counter: bytes) -> None:
         """Forget a barrier unless somebody has come since this was last called."""
         barrier = self.barriers.get(counter)
         if barrier is None:
@@ -467,17 +476,3 @@ def history_of(store: Store) -> History | None:
     """Return what is remembered of the sessions of a store, if it is observed."""
     observer = store.observer
     return observer if isinstance(observer, History) else None
-
-
-class _ForgetBarriers(DeferredWork):
-    """Forget the barriers to which nobody has come since some were last forgotten."""
-
-    def __init__(self, history: History, counters: list[bytes]) -> None:
-        self.history = history
-        self.counters = counters
-
-    def step(self, most: int) -> bool:
-        counters = self.counters
-        for _ in range(min(most, len(counters))):
-            self.history.age_barrier(counters.pop())
-        return not counters

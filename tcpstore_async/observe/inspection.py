@@ -277,14 +277,9 @@ class Inspection:
         return wait
 
     def _registered(self, session: ServerSession) -> list[bytes]:
-        """Return the keys that a session still awaits, without its stale registrations."""
+        """Return the keys that a session still awaits: not those whose waiters are being woken."""
         waiters = session.store.keyspace.waiters
-        keys: list[bytes] = []
-        for key in session.parked or ():
-            registered = waiters.get(key)
-            if registered is not None and registered.get(session, 0) > 0:
-                keys.append(key)
-        return keys
+        return [key for key in session.parked or () if session in waiters.get(key, ())]
 
     def _key(self, key: bytes, stored: int) -> list[Any]:
         age, by = self._last_write(key)

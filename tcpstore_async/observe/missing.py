@@ -16,7 +16,7 @@ from ..auth.access import Access
 from ..base.errors import ProtocolError
 from ..base.keys import describe_wait, readable
 from ..keyspace.keyspace import Keyspace
-from ..keyspace.steps import IncrementalCommand
+from ..keyspace.steps import Running, Steps
 from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
 from ..session.observer import NEVER
 from ..session.peer import Peer
@@ -126,11 +126,10 @@ class Questions:
                 known = self._known[identity] = Question(self, access, items)
             question = known
         question.askers += 1
-        command = Ask(question)
-        if command.step(_PORTION):
-            answer: Framed = command.result
-            return answer
-        store.keyspace.incremental = command
+        running = Running(_await_answer(question), request=items)
+        if running.step():
+            return question.answer
+        store.keyspace.running = running
         return None
 
     def forget(self, question: "Question") -> None:
@@ -138,25 +137,16 @@ class Questions:
         self._known = {key: known for key, known in self._known.items() if known is not question}
 
 
-class Ask(IncrementalCommand):
-    """The MISSING of one peer, which may share a question with others."""
-
-    def __init__(self, question: "Question") -> None:
-        super().__init__()
-        self.question = question
-        self.keeps = True
-
-    def step(self, most: int) -> bool:
-        if not self.question.step():
-            return False
-        self.question.askers -= 1
-        self.result = self.question.answer
-        return True
-
-    def abandon(self) -> None:
-        self.question.askers -= 1
-        if not self.question.askers:
-            self.question.give_up()
+def _await_answer(question: "Question") -> Steps:
+    """Take part in the steps of a question, which peers may share."""
+    try:
+        while not question.step():
+            yield
+        return question.answer
+    finally:
+        question.askers -= 1
+        if not question.askers:
+            question.give_up()
 
 
 class Question:

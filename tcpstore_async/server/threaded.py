@@ -110,7 +110,7 @@ class Connection(Transport):
 
         A command that runs in steps goes on at once: others may wait for its end.
         """
-        if self.session.incremental is None:
+        if self.session.running is None:
             self.caught_up.wait()
         with self.server.lock:
             if self.session.stalled():

@@ -90,7 +90,7 @@ class Connection(Transport):
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
-            if session.unsent > self.server.high_water and session.incremental is None:
+            if session.unsent > self.server.high_water and session.running is None:
                 self._pause()
                 return
             try:

@@ -115,8 +115,8 @@ class Guard:
                 return call(*fields)
             finally:
                 keyspace.charge(before)
-                if keyspace.incremental is not None:
-                    keyspace.incremental.account = account
+                if keyspace.running is not None:
+                    keyspace.running.account = account
 
         return execute
 

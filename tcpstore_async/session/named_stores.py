@@ -12,7 +12,8 @@ was enters no other one. What ends with a store is closed and freed in portions.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any, Final
@@ -21,7 +22,7 @@ import msgspec
 
 from ..base.addresses import spelled
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
-from ..keyspace.steps import DeferredWork, FreeDict, IncrementalCommand
+from ..keyspace.steps import Later, Running, Steps, free_dict
 from ..keyspace.waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from ..wire.values import Framed, pack, unpack
@@ -43,7 +44,7 @@ from .identity import (
 from .observer import NEVER
 from .peer import printable
 from .server import ServerSession
-from .store import EvictSessions, Store
+from .store import Store
 from .transport import Transport
 
 _MAX_ENTER: Final = 4096
@@ -296,8 +297,19 @@ class NamedStores:
             session.unsent += len(reply)
             raise NotAllowedError(refusal)
         self._forget_entry(session)
-        store.keyspace.incremental = _Enter(self, entry)
+        store.keyspace.running = Running(self._enter(entry))
         return None
+
+    def _enter(self, entry: Entry) -> Steps:
+        while True:
+            store = self.stores.get(entry.name)
+            if store is None or store.look(self.unnamed.keyspace.portion):
+                break
+            yield
+        reply = self.decide(entry)
+        if reply is None:
+            self.park(entry)
+        return reply
 
     def decide(self, entry: Entry) -> Framed | None:
         """Put a session into the store that it wants, and return its reply; None if it has to wait."""
@@ -335,7 +347,6 @@ class NamedStores:
         session = entry.session
         self.unnamed.keyspace.hold(session, entry.bytes())
         session.state = AWAITING_STORE
-        session.remaining = 1
         session.awaited = entry.name.encode()
         self.entries[session] = entry
         self._queue(entry)
@@ -401,10 +412,8 @@ class NamedStores:
         """Close, in portions, the connections that are still in a store that has ended."""
         store.released = NEVER
         if store in self.ending:
-            self.unnamed.keyspace.defer(
-                EvictSessions(
-                    self.unnamed.hub, store.sessions, lambda one: store.error() if one in store.sessions else None
-                )
+            self.unnamed.hub.evict_in_steps(
+                list(store.sessions), lambda one: store.error() if one in store.sessions else None
             )
 
     def oldest_released(self) -> NamedStore | None:
@@ -541,7 +550,23 @@ class NamedStores:
         for key in keys:
             waiting = queues.pop(key, None)
             if waiting is not None:
-                self.unnamed.keyspace.defer(_LetIn(self, waiting))
+                self.unnamed.keyspace.defer(Later(self._let_each_in(waiting), partial(self._let_waiter_in, waiting)))
+
+    def _let_each_in(self, waiting: OrderedDict[ServerSession, Entry]) -> Iterator[None]:
+        portion = max(1, self.unnamed.keyspace.portion // _LETTING_IN)
+        while True:
+            for _ in range(min(portion, len(waiting))):
+                session, entry = waiting.popitem(last=False)
+                self._admit(session, entry)
+            if not waiting:
+                return
+            yield
+
+    def _let_waiter_in(self, waiting: OrderedDict[ServerSession, Entry], waiter: object) -> None:
+        if isinstance(waiter, ServerSession):
+            entry = waiting.pop(waiter, None)
+            if entry is not None:
+                self._admit(waiter, entry)
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
@@ -572,7 +597,7 @@ class NamedStores:
         for address in entry.addresses:
             _take(self.seeking, address, entry)
 
-    def let_in(self, session: ServerSession, entry: Entry) -> None:
+    def _admit(self, session: ServerSession, entry: Entry) -> None:
         """Answer a session that has waited for a store which is there now, unless it has given up."""
         if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
             return
@@ -591,7 +616,6 @@ class NamedStores:
             return
         self._forget_entry(session)
         session.state = IDLE
-        session.remaining = 0
         session.awaited = b""
         session.fire(reply)
 
@@ -639,10 +663,10 @@ class NamedStores:
                 root.keyspace.free_later(sessions)
         for held in dicts:
             if len(held) > _MANY:
-                root.keyspace.defer(FreeDict(held))
+                root.keyspace.defer(Later(free_dict(held, root.keyspace.portion)))
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
-                root.keyspace.defer(FreeDict(joins.waiters))
+                root.keyspace.defer(Later(free_dict(joins.waiters, root.keyspace.portion)))
         for identity, account in store.guards.accounts.items():
             account.close()
             usage = root.hub.auth.usage.get(identity)
@@ -651,44 +675,6 @@ class NamedStores:
         keyspace.on_work = None
         keyspace.work.clear()
         store.dispose()
-
-
-class _Enter(IncrementalCommand):
-    """ENTER."""
-
-    def __init__(self, registry: NamedStores, entry: Entry) -> None:
-        super().__init__()
-        self.registry = registry
-        self.entry = entry
-
-    def step(self, most: int) -> bool:
-        store = self.registry.stores.get(self.entry.name)
-        if store is not None and not store.look(most):
-            return False
-        self.result = self.registry.decide(self.entry)
-        if self.result is None:
-            self.registry.park(self.entry)
-        return True
-
-
-class _LetIn(DeferredWork):
-    """Answer the sessions that have waited for a store."""
-
-    def __init__(self, registry: NamedStores, waiting: OrderedDict[ServerSession, Entry]) -> None:
-        self.registry = registry
-        self.waiting = waiting
-
-    def step(self, most: int) -> bool:
-        for _ in range(min(max(1, most // _LETTING_IN), len(self.waiting))):
-            session, entry = self.waiting.popitem(last=False)
-            self.registry.let_in(session, entry)
-        return not self.waiting
-
-    def resolve(self, waiter: object) -> None:
-        if isinstance(waiter, ServerSession):
-            entry = self.waiting.pop(waiter, None)
-            if entry is not None:
-                self.registry.let_in(waiter, entry)
 
 
 def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:

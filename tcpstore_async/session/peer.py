@@ -11,7 +11,7 @@ from typing import Final
 
 from ..auth.access import Access
 from ..base.errors import PeerError, ProtocolError
-from ..keyspace.steps import IncrementalCommand
+from ..keyspace.steps import Running
 from ..wire.codecs import PartialRequest
 from ..wire.values import Framed, unpack
 from .budget import Budget, Holder
@@ -53,8 +53,8 @@ class Peer(Holder):
         """Bytes of replies, `out` included, that the kernel has not accepted yet."""
         self.partial: PartialRequest | None = None
         """The request that has been decoded in part."""
-        self.incremental: IncrementalCommand | None = None
-        """The last command, if it is still running; `receive(b"")` goes on with it."""
+        self.running: Running | None = None
+        """The last command, if it is not done; `receive(b"")` continues it."""
         self.input_buffer: bytearray | None = None
         """Bytes that are not decoded yet."""
         self.need: int = 0

@@ -12,9 +12,8 @@ from typing import Any
 from ..base.errors import LimitError, PeerError, ProtocolError
 from ..keyspace.accounts import Account
 from ..keyspace.keyspace import Keyspace
-from ..keyspace.steps import IncrementalCommand, ReplyInPieces
+from ..keyspace.steps import Running
 from ..keyspace.waiter_types import Handoff
-from ..keyspace.waiters import PostponedCommands
 from ..wire.codecs import LargeValue, PartialRequest
 from ..wire.commands import BY_OPCODE
 from ..wire.values import Framed, length
@@ -54,15 +53,15 @@ class ServerSession(Session):
         out = self.out
         end = len(chunk)
         at = held = 0
-        if (keyspace.working or self.incremental is not None) and not self._finish_before(store, chunk):
+        if (keyspace.working or self.running is not None) and not self._finish_before(store, chunk):
             return
         if self.unsent > high_water:
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
             if keyspace.working and keyspace.postpones(self):
-                self.incremental = PostponedCommands(keyspace, self)
-                self._keep_for_incremental(chunk, at)
+                self.running = Running(keyspace.until_not_postponed(self))
+                self._keep_until_done(chunk, at)
                 return
             handoff = self.handoff
             partial = self.partial
@@ -86,7 +85,7 @@ class ServerSession(Session):
             slot.tally.count += 1
             if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)
-            if keyspace.incremental is not None:
+            if keyspace.running is not None:
                 if not self._begin_steps(keyspace, handoff, chunk, at, at if partial is None else max(held, at)):
                     return
                 continue
@@ -128,13 +127,13 @@ class ServerSession(Session):
             if self.store is not store:  # it has been let into another store
                 self.receive(chunk)
                 return False
-        if self.incremental is not None:
-            if keyspace.postpones(self) or not self._go_on():
-                self._keep_for_incremental(chunk, 0)
+        if self.running is not None:
+            if keyspace.postpones(self) or not self._continue():
+                self._keep_until_done(chunk, 0)
                 return False
             if self.store is not store:  # ENTER: what follows is for another store
                 if chunk:
-                    self._keep_for_incremental(chunk, 0)
+                    self._keep_until_done(chunk, 0)
                 return False
         return True
 
@@ -152,11 +151,13 @@ class ServerSession(Session):
 
         Returns whether it is done, so that others follow now; if not, the rest of `chunk` is held back.
         """
-        self._take_incremental(size)
+        self._take_running(size)
         if handoff is not None:
             keyspace.end_handoff(self, handoff)
-        if not isinstance(self.incremental, ReplyInPieces) or not self._go_on():
-            self._keep_for_incremental(chunk, at)
+        running = self.running
+        assert running is not None
+        if running.steps is not None or not self._continue():  # others are served between two steps
+            self._keep_until_done(chunk, at)
             return False
         if self.unsent > self.store.limits.unsent_high_water:
             self._stall(chunk, at)
@@ -182,7 +183,7 @@ class ServerSession(Session):
     def stalled(self) -> bool:
         """Whether requests are held back until replies have been sent; `receive(b"")` goes on with them.
 
-        While a command is `incremental`, `receive(b"")` goes on whatever is unsent.
+        While a command is `running`, `receive(b"")` continues it whatever is unsent.
         """
         return self.input_buffer is not None and self.need == 0
 
@@ -193,36 +194,39 @@ class ServerSession(Session):
         kept += chunk
         self._account()
 
-    def _take_incremental(self, size: int) -> None:
+    def _take_running(self, size: int) -> None:
         """Take over the rest of the command that was just called, whose request has so many bytes."""
         keyspace = self.store.keyspace
-        incremental = keyspace.incremental
-        keyspace.incremental = None
-        self.incremental = incremental
-        if incremental is not None and incremental.keeps:
-            incremental.held = size
+        running = keyspace.running
+        keyspace.running = None
+        self.running = running
+        if running is not None and running.request is not None:
+            running.held = size
 
-    def _keep_for_incremental(self, chunk: bytes, at: int) -> None:
+    def _keep_until_done(self, chunk: bytes, at: int) -> None:
         """Hold back what follows a command that is not done."""
         self.need = 0
         self.input_buffer = bytearray(memoryview(chunk)[at:])
         self._account()
 
-    def _go_on(self) -> bool:
+    def _continue(self) -> bool:
         """Do the next step of the last command. True if that was all; its reply is in `out` then."""
-        incremental = self.incremental
-        assert incremental is not None
-        keyspace = self.store.keyspace
-        account = incremental.account
-        done = incremental.step(keyspace.portion) if account is None else self._step_counted(incremental, account)
+        running = self.running
+        assert running is not None
+        if self.held:
+            self._count_held(0)  # this step may move what it holds to the store
+        done = running.step() if running.account is None else self._step_counted(running, running.account)
         if not done:
             return False
-        if keyspace.incremental is not None:
-            self._take_incremental(0)
+        keyspace = self.store.keyspace
+        if running.request is not None:
+            keyspace.free_later(running.request)
+        if keyspace.running is not None:
+            self._take_running(0)
             return False
-        self.incremental = None
+        self.running = None
         slot = self.slot
-        result = incremental.result
+        result = running.result
         if slot.encode is not None and not isinstance(result, list):
             result = slot.encode(result)
         if isinstance(result, list):
@@ -230,21 +234,21 @@ class ServerSession(Session):
         elif result:
             self.out.append(result)
             self.unsent += len(result)
-        self.out.extend(incremental.behind)
-        self.unsent += length(incremental.behind)
+        self.out.extend(running.behind)
+        self.unsent += length(running.behind)
         return True
 
-    def _step_counted(self, incremental: IncrementalCommand, account: Account) -> bool:
+    def _step_counted(self, running: Running, account: Account) -> bool:
         """Do the next step of a command whose effects are counted."""
         keyspace = self.store.keyspace
         account.usage.command = self.slot.command.name
         before = keyspace.charge(account)
         try:
-            return incremental.step(keyspace.portion)
+            return running.step()
         finally:
             keyspace.charge(before)
-            if keyspace.incremental is not None:
-                keyspace.incremental.account = account
+            if keyspace.running is not None:
+                keyspace.running.account = account
 
     def _stall(self, chunk: bytes, at: int) -> None:
         """Hold back requests, as the peer reads its replies too slowly."""

@@ -191,8 +191,8 @@ class Session(Peer):
         held = 0 if self.input_buffer is None else _BUFFER_BYTES + len(self.input_buffer)
         if self.partial is not None:
             held += self.partial.held()
-        if self.incremental is not None:
-            held += self.incremental.held
+        if self.running is not None:
+            held += self.running.held
         if held != self.held:
             if held > _MOST_BEFORE_AUTH and self.store.hub.auth.must_authenticate(self):
                 raise self._stranger(f"{self.slot.command.name} with more than {_MOST_BEFORE_AUTH} bytes")
@@ -219,9 +219,12 @@ class Session(Peer):
         self.input_buffer = None
         self.out.clear()
         self.unsent = 0
-        if self.incremental is not None:
-            self.incremental.abandon()
-            self.incremental = None
+        running = self.running
+        if running is not None:
+            self.running = None
+            running.abandon()
+            if running.request is not None:
+                store.keyspace.free_later(running.request)
 
     def _expect_nothing(self) -> None:
         """Await VALIDATE, and authentication, no more."""
@@ -260,8 +263,8 @@ class Session(Peer):
 
     def fire(self, value: Value | None) -> None:
         """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""
-        if self.incremental is not None and self.incremental.determined:
-            behind = self.incremental.behind
+        if self.running is not None and self.running.determined:
+            behind = self.running.behind
             behind.extend([_WOKEN] if value is None else value if isinstance(value, list) else [value])
             return
         if value is None:
@@ -281,8 +284,8 @@ class Session(Peer):
     def grant(self, length: int, item: Framed | None) -> None:
         """Send the end of a wait for an item."""
         pieces = encode_popped((length, item))
-        if self.incremental is not None and self.incremental.determined:
-            self.incremental.behind.extend(pieces)
+        if self.running is not None and self.running.determined:
+            self.running.behind.extend(pieces)
             return
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))

@@ -8,14 +8,14 @@ ended is part of no cycle.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..auth.access import Access
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
 from ..base.limits import Limits
 from ..keyspace.keyspace import Keyspace
-from ..keyspace.steps import DeferredWork, KeyListing, ListKeys
+from ..keyspace.steps import KeyListing, Later, Running, Steps
 from ..wire.codecs import COUNTED_KEYS
 from ..wire.commands import JOINS_KEY, SERVER_KEY, WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
@@ -94,7 +94,28 @@ class Hub(Commands):
         """
         invalid = [store.guards.end_invalid(ended) for store in self.stores]
         if any(invalid):
-            self.root.keyspace.defer(EvictSessions(self, self.auth.granted, _no_longer_valid))
+            self.evict_in_steps(list(self.auth.granted), _no_longer_valid)
+
+    def evict_in_steps(self, sessions: list[Peer], why: Callable[[Peer], PeerError | None]) -> None:
+        """Have the connections of many sessions closed, in portions.
+
+        `why` returns why a session is to be closed; None if it is not, or has gone.
+        """
+        self.root.keyspace.defer(Later(self._evict_each(sessions, why)))
+
+    def _evict_each(self, sessions: list[Peer], why: Callable[[Peer], PeerError | None]) -> Iterator[None]:
+        while True:
+            most = self.root.keyspace.portion
+            while sessions and most > 0:
+                session = sessions.pop()
+                most -= 1
+                error = None if session in self.evicted else why(session)
+                if error is not None:
+                    session.evict(error)
+                    most -= _CLOSING
+            if not sessions:
+                return
+            yield
 
     # Sessions that have not sent VALIDATE
 
@@ -214,40 +235,31 @@ class Store(Table):
             self.budget.expect_listing(size, serving)
             listing = KeyListing(keys, size, keyspace.changes)
             if len(keys) <= keyspace.portion:
-                listing.step(len(keys))
+                listing.add(len(keys))
                 self._keep_listing(listing)
                 return listing.pieces
             self._listing = listing
-        keyspace.incremental = ListKeys(listing, self._keep_listing)
-        keyspace.incremental.held = size
+        running = Running(self._encode_listing(listing))
+        running.determined = True
+        running.held = size
+        keyspace.running = running
         return []
+
+    def _encode_listing(self, listing: KeyListing) -> Steps:
+        portion = self.keyspace.portion
+        while not listing.is_complete():  # another client's command may complete it between two steps
+            listing.add(portion)
+            if listing.is_complete():
+                self._keep_listing(listing)
+            else:
+                yield
+        return listing.pieces
 
     def _keep_listing(self, listing: KeyListing) -> None:
         """Cache a complete listing."""
         if self._listing is listing:
             self._listing = None
         self.budget.keep_listing(listing)
-
-
-class EvictSessions(DeferredWork):
-    """Have the connections of many sessions closed, in portions."""
-
-    def __init__(self, hub: Hub, sessions: Iterable[Peer], why: Callable[[Peer], PeerError | None]) -> None:
-        self.hub = hub
-        self.sessions = list(sessions)
-        self.why = why
-        """Returns why a session is to be closed; None if it is not, or has gone."""
-
-    def step(self, most: int) -> bool:
-        sessions = self.sessions
-        while sessions and most > 0:
-            session = sessions.pop()
-            most -= 1
-            error = None if session in self.hub.evicted else self.why(session)
-            if error is not None:
-                session.evict(error)
-                most -= _CLOSING
-        return not sessions
 
 
 def _no_longer_valid(session: Peer) -> PeerError | None:

@@ -146,9 +146,9 @@ COMMANDS: Final = (
             "Replies 0 if every key exists, else 1. A queue exists if it has items."),
     Command(0x06, "WAIT",         KEYS,            WAKE,          "wait",        PARKS,
             "Replies 0 at once if every key exists, as CHECK sees it. Otherwise registers the connection under each "
-            "missing key, as often as the key is named, and replies 0 once each of them has appeared; a DELETE_KEY in "
-            "the meantime does not undo that. A second WAIT replaces the number of registrations to wait for, but not "
-            "the registrations."),
+            "missing key, and replies 0 once each of them has appeared; a DELETE_KEY in between does not undo that. "
+            "If it has to wait, it replaces a WAIT or BARRIER of the connection that is not answered yet: that one has "
+            "no reply."),
     Command(0x07, "GETNUMKEYS",   NOTHING,         NUMBER,        "num_keys",    WHOLE,
             "Replies with the number of keys, not counting queues."),
     Command(0x08, "DELETE_KEY",   KEY,             NUMBER,        "delete_key",  MUTATES,

@@ -521,41 +521,51 @@ def wait_of_present_and_missing(s: Script) -> None:
     a.hears(WOKEN)
 
 
-@case()
-def wait_twice_same_key_counts_both(s: Script) -> None:
+@case("second-wait")
+def second_wait_awaits_each_key_once(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"), wait(b"k", b"j"))
     b.says(set_(b"k", b"1"))
-    a.hears(WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.says(set_(b"j", b"1"))
-    a.hears(NO_REPLY)
+    a.hears(WOKEN, NO_REPLY)
 
 
-@case()
-def wait_twice_leftover_counts_for_the_next(s: Script) -> None:
+@case("second-wait")
+def second_wait_leaves_nothing_for_a_third(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"), wait(b"j"))
     b.says(set_(b"k", b"1"))
-    a.hears(WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     a.says(wait(b"m", b"n"))
     b.says(set_(b"j", b"1"))
     a.hears(NO_REPLY)
     b.says(set_(b"m", b"1"))
-    a.hears(WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.says(set_(b"n", b"1"))
-    a.hears(NO_REPLY)
+    a.hears(WOKEN, NO_REPLY)
 
 
-@case()
-def wait_twice_second_longer(s: Script) -> None:
+@case("second-wait")
+def second_wait_forgets_the_keys_of_the_first(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"), wait(b"j", b"i"))
     b.says(set_(b"k", b"1"))
     a.hears(NO_REPLY)
     b.says(set_(b"i", b"1"))
-    a.hears(WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.says(set_(b"j", b"1"))
-    a.hears(NO_REPLY)
+    a.hears(WOKEN, NO_REPLY)
+
+
+@case("second-wait")
+def barrier_in_place_of_a_wait(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.says(wait(b"k"), barrier(b"b", 2))
+    b.says(set_(b"k", b"1"))
+    a.hears(NO_REPLY, WOKEN)
+    b.asks(barrier(b"b", 2), WOKEN)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case()
@@ -878,18 +888,18 @@ def second_push_does_not_count_for_another_key(s: Script) -> None:
     a.hears(WOKEN, NO_REPLY)
 
 
-@case()
-def asking_again_keeps_the_place_in_the_line(s: Script) -> None:
+@case("second-wait")
+def asking_again_goes_to_the_end_of_the_line(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
     b.says(wait(b"q"))
     a.says(wait(b"q"))
     z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
-    b.hears(NO_REPLY)
+    a.hears(NO_REPLY, WOKEN)
+    b.hears(WOKEN, NO_REPLY)
     z.says(push(b"q", b"2"))
-    a.hears(NO_REPLY)
-    b.hears(WOKEN)
+    a.hears(WOKEN, NO_REPLY)
+    b.hears(NO_REPLY, WOKEN)
 
 
 @case()

@@ -57,6 +57,13 @@ MENDED = {
             "b.2": ("010000000000000002000000000000002f61", "0000000000000000"),  # the keys while half of it is there
         },
     ),
+    "wait_twice_1": Mended(
+        "second-wait",
+        {
+            "a.3": ("00", "silent"),  # only the key of the first WAIT has appeared
+            "a.4": ("silent", "00"),
+        },
+    ),
     "cas_fail_missing_wakes": Mended("failed-compare-set", {"a.2": ("00", "silent")}),
     "queue_rewait_starvation": Mended(
         "Q1",

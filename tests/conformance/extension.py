@@ -229,16 +229,16 @@ def stock_waits_take_the_place_of_ours(s: Script) -> None:
 
 
 @case()
-def what_is_left_over_ends_neither(s: Script) -> None:
+def a_replaced_wait_ends_neither(s: Script) -> None:
     a, b, z = s.peers("abz")
     for peer in (a, b):
-        peer.says(wait(b"k"), wait(b"j"))
-    z.says(set_(b"k", b"1"))
+        peer.says(wait(b"k", b"l"), wait(b"j"))
+    z.says(set_(b"j", b"1"))
     a.hears(WOKEN)
     b.hears(WOKEN)
     a.says(fetch(b"i"))
     b.says(wait_count(b"n", 1))
-    z.says(set_(b"j", b"1"))
+    z.says(set_(b"k", b"1"), set_(b"l", b"1"))
     a.hears(NO_REPLY)
     b.hears(NO_REPLY)
     z.asks(set_(b"i", b"v") + add(b"n", 1) + add(b"n", 1), i64(1) + i64(2))

@@ -422,7 +422,7 @@ def auth(data: bytes) -> None:
     session = ServerSession(store, None, "10.0.0.7", 1, 0.0)
     try:
         session.receive(bytes.fromhex("00cef7853c") + data)
-        while session.incremental is not None:
+        while session.running is not None:
             session.receive(b"")
     except PeerError as error:
         _demand(str(error).isprintable(), "a line of the log is broken")

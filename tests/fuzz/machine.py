@@ -140,7 +140,7 @@ class Machine:
         keyspace = self.store.keyspace
         while keyspace.work:
             keyspace.step()
-        if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.store.budget.unfinished:
+        if keyspace.waiters or keyspace.counters or keyspace.handoffs or self.store.budget.unfinished:
             raise Broken("a session that left is still registered")
         for key in list(keyspace.values):
             keyspace.delete_key(key)

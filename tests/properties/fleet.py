@@ -47,24 +47,14 @@ class Difference(AssertionError):
     """The package and the model disagree, or an invariant is broken."""
 
 
-def registrations(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
-    """Return what every waiter is registered for by key, in order: that of a group for each member."""
-    return {
-        key: {one: count for waiter, count in waiters.items() for one in members(waiter)}
-        for key, waiters in registered(keyspace).items()
-    }
+def registrations(keyspace: Keyspace) -> dict[bytes, list[Waiter]]:
+    """Return who is registered under each key, in order: the members of a group instead of the group."""
+    return {key: [one for waiter in waiters for one in members(waiter)] for key, waiters in keyspace.waiters.items()}
 
 
 def members(waiter: Waiter) -> list[Waiter]:
     """Return the members of a group, or the waiter itself."""
     return list(waiter.members) if isinstance(waiter, SharedWait) else [waiter]
-
-
-def registered(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
-    """Return every registration by key: those that a queue has skipped, then the others, in order."""
-    assert keyspace.stale.keys() <= keyspace.waiters.keys()
-    assert all(passed and max(passed.values()) < 0 for passed in keyspace.stale.values())
-    return {key: {**keyspace.stale.get(key, {}), **registered} for key, registered in keyspace.waiters.items()}
 
 
 def _blob(raw: bytes) -> bytes:
@@ -272,7 +262,7 @@ class Fleet:
     def _finish_steps(self, session: ServerSession) -> None:
         """Finish commands that are carried out in steps: the model executes a command at once."""
         keyspace = self.store.keyspace
-        while session.incremental is not None:
+        while session.running is not None:
             session.receive(b"")
         while keyspace.work:
             keyspace.step()
@@ -377,7 +367,7 @@ class Fleet:
         stored = recount
         standing = registrations(keyspace)
         groups = self._check_groups()
-        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in registered(keyspace).items())
+        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in keyspace.waiters.items())
         recount += sum(MEMBER_BYTES * len(group.members) for group in groups)
         for key, counter in keyspace.counters.items():
             recount += (len(key) + PARKED_BYTES) * sum(map(len, counter.awaiting.values()))
@@ -403,40 +393,28 @@ class Fleet:
                 if id(waiter) not in parked:
                     raise Difference(f"a waiter that has left is registered under {key!r}")
                 parked[id(waiter)].add(key)
-            waiting = any(
-                not place.leftover and not place.barrier and not place.peer.away for place in model.waiting.get(key, ())
-            )
+            waiting = any(peer.waits and peer.barrier != key and not peer.away for peer in model.waiting.get(key, ()))
             if waiting and len(keyspace.queues.get(key, ())) > keyspace.handoffs.get(key, 0):
                 raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
         for connection in connections:
             session, peer = connection.session, connection.peer
             group = session.group if isinstance(session.group, SharedWait) else None
             holder = session if group is None else group
-            if group is not None and (session.parked is not None or session.remaining > 0):
+            if group is not None and session.parked is not None:
                 raise Difference("a member of a group has registrations of its own")
             _same("parked", holder.parked or set(), parked[id(session)])
             self.check_output(connection)
-            own = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
-            if session in keyspace.unmarked:
-                own = {key: -abs(count) for key, count in own.items()}
-            expected = {
-                key: -place.count if place.leftover else place.count
-                for key, places in model.waiting.items()
-                for place in places
-                if place.peer is peer
-            }
-            _same("registrations", own, expected)
-            _same("left", max(holder.remaining, 0), max(peer.remaining, 0))
-            _same("waiting", session.state != IDLE, holder.remaining > 0)
+            keys = {key for key, peers in model.waiting.items() if peer in peers}
+            _same("registrations", {key for key, waiters in standing.items() if session in waiters}, keys)
+            _same("waiting", session.state != IDLE, peer.waits)
             fetching = session.awaited if session.state == AWAITING_VALUE else None
             _same("fetching", fetching, peer.fetching)
             counting = (session.group.key, session.number) if isinstance(session.group, CounterGroup) else None
             _same("counting", counting, peer.counting)
             _same("introduced", session.peer, peer.introduced)
             _same("meeting", session.state == AWAITING_ROUND, peer.meeting is not None)
-            registers = counting is None and peer.meeting is None
-            if holder.remaining > 0 and sum(map(abs, own.values())) < holder.remaining and registers:
-                raise Difference(f"a lost wake-up: {holder.remaining} to come, of {own}")
+            if peer.waits and not keys and counting is None and peer.meeting is None:
+                raise Difference("a lost wake-up: it waits for nothing")
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
@@ -458,18 +436,18 @@ class Fleet:
     def _check_groups(self) -> list[SharedWait]:
         """Check the groups that are registered, and return them."""
         keyspace = self.store.keyspace
-        counts: dict[SharedWait, dict[bytes, int]] = {}
-        for key, waiters in registered(keyspace).items():
-            for waiter, count in waiters.items():
+        counts: dict[SharedWait, set[bytes]] = {}
+        for key, waiters in keyspace.waiters.items():
+            for waiter in waiters:
                 if isinstance(waiter, SharedWait):
-                    counts.setdefault(waiter, {})[key] = count
+                    counts.setdefault(waiter, set()).add(key)
         for group, own in counts.items():
             if not group.members or any(member.group is not group for member in group.members):
                 raise Difference("a group has no members, or those of another one")
-            _same("what a group awaits", (group.parked, group.remaining), (own.keys(), sum(own.values())))
+            _same("what a group awaits", group.parked, own)
             listed = group.listed
             if listed is not None:
-                missing = Counter(key for key in listed.keys if not keyspace.exists(key))
+                missing = {key for key in listed.keys if not keyspace.exists(key)}
                 _same("what an open group awaits", (listed.group, own), (group, missing))
         return list(counts)
 
@@ -537,8 +515,8 @@ class Fleet:
             id(connection.session): connection.peer for connection in self.connections if connection is not None
         }
         for key, counter in keyspace.counters.items():
-            _same("the registration of a counter", standing.get(key, {}).get(counter), -1)
-            _same("what a counter waits for", (counter.key, counter.parked, counter.remaining), (key, {key}, 1))
+            _same("the registration of a counter", counter in standing.get(key, ()), True)
+            _same("what a counter waits for", (counter.key, counter.parked), (key, {key}))
             if not counter.awaiting:
                 raise Difference(f"a counter for {key!r} without waiters")
             targets = counter.targets
@@ -572,7 +550,7 @@ class Fleet:
                 self._leave(slot, connection)
         self.check()
         keyspace = self.store.keyspace
-        _same("waiters", (len(keyspace.waiters), len(keyspace.stale)), (0, 0))
+        _same("waiters", len(keyspace.waiters), 0)
         _same("hand-offs", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("represented", len(keyspace.represented), 0)
@@ -784,7 +762,7 @@ class Driver:
         if random_() < self.trouble:
             return self._trouble(slot)
         commands: tuple[Command, ...]
-        if connection.peer.remaining > 0 and random_() < self.polite:
+        if connection.peer.waits and random_() < self.polite:
             commands = () if random_() >= 0.1 else (_cancel(connection.peer),)
         elif random_() < 0.85:
             commands = (self._pick(connection.peer),)
@@ -800,7 +778,7 @@ class Driver:
         while True:
             command = self.pool[int(self.rng.random() * 250)]
             if (
-                peer.remaining <= 0
+                not peer.waits
                 or command.name not in ("fetch", "wait_count", "lease_later", "meet")
                 or self.rng.random() < 0.1
             ):

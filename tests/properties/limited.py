@@ -300,7 +300,7 @@ def run(seed: int, steps: int = 150) -> int:
         if connection is None:
             commands = (HANDSHAKE, *commands)
         kind = rng.choices(["send", "leave", "evict", "doze", "read"], [92, 4, 1, 1, 2])[0]
-        if connection is not None and connection.peer.remaining > 0 and kind == "send" and rng.random() < 0.7:
+        if connection is not None and connection.peer.waits and kind == "send" and rng.random() < 0.7:
             continue
         fleet.apply((kind, slot, commands, 0 if rng.random() < 0.9 else rng.randrange(9)))
     fleet.check()
@@ -336,7 +336,7 @@ def run_stepped(rng: random.Random, steps: int) -> int:
             fleet.compare()
             continue
         connection = fleet.connections[slot]
-        if connection is None or connection.peer.remaining <= 0 or rng.random() < hasty:
+        if connection is None or not connection.peer.waits or rng.random() < hasty:
             fleet.send(slot, rng.choice(chosen[slot % len(PREFIXES)]))
         if number % 20 == 19 and rng.random() < 0.5:
             fleet.settle()

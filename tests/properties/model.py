@@ -17,9 +17,6 @@ from .rounds_model import Meeting, Member
 
 MAGIC = 0x3C85F7CE
 
-FEWEST = 4
-"""Keys from which on a WAIT is registered together with others for the same list."""
-
 Method = Callable[..., bytes]
 
 
@@ -32,12 +29,10 @@ class Peer:
 
     def __init__(self) -> None:
         self.validated = False
-        self.remaining = 0
-        """Registrations to be used up before its wait ends."""
+        self.waits = False
+        """Whether it awaits something."""
         self.barrier: bytes | None = None
         """The barrier it is in; it must not be handed an item of a queue of that name."""
-        self.shared = False
-        """Its places are shared with others who wait for the same list, and lost if it waits for more."""
         self.handoff: bytes | None = None
         """The queue it was woken for, until its next command."""
         self.fetching: bytes | None = None
@@ -62,18 +57,6 @@ class Peer:
         """Replies that it was sent and has not read."""
         self.unsent = 0
         """The number of their bytes."""
-
-
-class Place:
-    """A peer's registration under one key. It has one, however often it named the key."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.count = 0
-        self.leftover = False
-        """It outlived its wait, and counts down whatever the peer awaits next."""
-        self.barrier = False
-        """It was made by BARRIER, which parks whether the queue of that name has items or not."""
 
 
 def framed(raw: bytes) -> bytes:
@@ -115,7 +98,7 @@ class Model:
         self.reserved: dict[bytes, bytes] = {}
         """Reserved keys: information about the server, read-only, and no keys of the store."""
         self.queues: dict[bytes, list[bytes]] = {}
-        self.waiting: dict[bytes, list[Place]] = {}
+        self.waiting: dict[bytes, list[Peer]] = {}
         self.joined: dict[bytes, dict[bytes, int | None]] = {}
         """By counter and token: how many peers represent that rank; None once one of them has sent LEAVE."""
         self.meetings: dict[bytes, Meeting] = {}
@@ -271,11 +254,7 @@ class Model:
         missing = [key for key in keys if not self.present(key)]
         if not missing:
             return b"\0"
-        new = peer.remaining <= 0 and not any(
-            place.peer is peer for places in self.waiting.values() for place in places
-        )
-        self.register(peer, missing, barrier=False)
-        peer.shared = new and FEWEST <= len(keys) <= self.portion
+        self.register(peer, missing)
         return b""
 
     def barrier(self, peer: Peer, key: bytes, world_size: int) -> bytes:
@@ -284,7 +263,7 @@ class Model:
         self.store[key] = b"%d" % count
         self.recount(key)
         if count < world_size:
-            self.register(peer, [key], barrier=True)
+            self.register(peer, [key])
             peer.barrier = key
             return b""
         self.wake_all(key)
@@ -299,8 +278,8 @@ class Model:
     def fetch(self, peer: Peer, key: bytes) -> bytes:
         if self.present(key):
             return self.get(peer, key)
-        self.begin_waiting(peer)
-        self.register(peer, [key], barrier=False)
+        self.demand_idle(peer)
+        self.register(peer, [key])
         peer.fetching = key
         return b""
 
@@ -309,12 +288,12 @@ class Model:
         return b"\xff" * 8
 
     def wait_count(self, peer: Peer, key: bytes, target: int) -> bytes:
-        if peer.remaining > 0:
+        if peer.waits:
             raise Closed
         if self.number(key) >= target:
             return b"\0"
-        self.begin_waiting(peer)
-        peer.remaining = 1
+        self.demand_idle(peer)
+        peer.waits = True
         peer.counting = (key, target)
         return b""
 
@@ -336,8 +315,8 @@ class Model:
         reply = self.lease(peer, key, ticket)
         if len(reply) > 8 or self.present(key):
             return reply
-        self.begin_waiting(peer)
-        self.register(peer, [key], barrier=False)
+        self.demand_idle(peer)
+        self.register(peer, [key])
         peer.popping = key, ticket
         return b""
 
@@ -389,7 +368,7 @@ class Model:
         return b""
 
     def meet(self, peer: Peer, key: bytes, name: bytes, least: int, most: int, left: int) -> bytes:
-        if peer.remaining > 0 or not 1 <= least <= most or not 1 <= len(name) <= 512:
+        if peer.waits or not 1 <= least <= most or not 1 <= len(name) <= 512:
             raise Closed
         meeting = self.meetings.get(key)
         member = None if meeting is None else meeting.find(name)
@@ -408,7 +387,7 @@ class Model:
         if answer is not None:
             return framed(struct.pack("<3q", *answer))
         self.forget(peer)
-        peer.remaining = 1
+        peer.waits = True
         peer.meeting = member
         member.parked = peer
         return b""
@@ -492,15 +471,14 @@ class Model:
     def answer(self, member: Member, answer: tuple[int, int, int]) -> None:
         peer = member.parked
         peer.meeting = None
-        peer.remaining = 0
+        peer.waits = False
         self.woken.append(peer)
         self.send(peer, framed(struct.pack("<3q", *answer)))
 
-    def begin_waiting(self, peer: Peer) -> None:
-        """Refuse a second wait, and drop stale registrations, which must not end this one."""
-        if peer.remaining > 0:
+    def demand_idle(self, peer: Peer) -> None:
+        """Refuse a second wait."""
+        if peer.waits:
             raise Closed
-        self.forget(peer)
 
     def number(self, key: bytes) -> int:
         return stoll(self.store.get(key, self.reserved.get(key, b"0")))
@@ -514,66 +492,59 @@ class Model:
         for peer in self.peers:
             if peer.counting is not None and peer.counting[0] == key and peer.counting[1] <= number:
                 peer.counting = None
-                peer.remaining = 0
+                peer.waits = False
                 self.woken.append(peer)
                 self.send(peer, b"\0")
 
     # Registrations
 
-    def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
-        if peer.shared:  # from now on it has places of its own, behind all others
-            peer.shared = False
-            for places in self.waiting.values():
-                places.sort(key=lambda place: place.peer is peer)
-        peer.remaining = len(keys)
-        peer.meeting = None
-        peer.fetching = None
-        peer.popping = None
-        peer.counting = None
+    def register(self, peer: Peer, keys: list[bytes]) -> None:
+        """Let a peer await keys, instead of what it awaited before."""
+        self.forget(peer)
+        peer.waits = True
+        self.place(peer, keys)
+
+    def place(self, peer: Peer, keys: list[bytes]) -> None:
+        """Register a peer behind all others, once for each key."""
         for key in keys:
             places = self.waiting.setdefault(key, [])
-            place = next((place for place in places if place.peer is peer), None)
-            if place is None:
-                place = Place(peer)
-                places.append(place)
-            elif place.leftover:
-                places.remove(place)
-                places.append(place)
-            place.count += 1
-            place.leftover = False
-            place.barrier = place.barrier or barrier
+            if peer not in places:
+                places.append(peer)
+
+    def has_places(self, peer: Peer) -> bool:
+        return any(peer in places for places in self.waiting.values())
 
     def forget(self, peer: Peer) -> None:
-        peer.remaining = 0
+        peer.waits = False
         peer.meeting = None
         peer.barrier = None
         peer.fetching = None
         peer.popping = None
         peer.counting = None
         for places in self.waiting.values():
-            places[:] = [place for place in places if place.peer is not peer]
-
-    def drop_leftovers(self, peer: Peer) -> None:
-        for places in self.waiting.values():
-            places[:] = [place for place in places if place.peer is not peer or not place.leftover]
+            places[:] = [other for other in places if other is not peer]
 
     def wake_all(self, key: bytes) -> None:
-        for place in self.waiting.pop(key, []):
-            self.count_down(place)
+        for peer in self.waiting.pop(key, []):
+            self.count_down(peer)
         self.recount(key)
 
     def wake_next(self, key: bytes, *, handed_on: bool = False) -> None:
         places = self.waiting.get(key, [])
-        for place in places[:]:
-            if not place.leftover and not (handed_on and place.peer.barrier == key):
-                if place.peer.away and place.peer.fetching is None and place.peer.remaining <= place.count:
-                    self.passed.setdefault(place.peer, {})[key] = None
-                    continue
-                places.remove(place)
-                takes, popping = place.peer.fetching is None, place.peer.popping
-                if self.count_down(place) and takes:
-                    place.peer.handoff = key if popping is None else None
-                    return
+        order = places[:]
+        for peer in order:
+            if handed_on and peer.barrier == key:
+                continue
+            places.remove(peer)
+            if peer.away and peer.waits and peer.fetching is None and not self.has_places(peer):
+                places.insert(0, peer)
+                places.sort(key=order.index)
+                self.passed.setdefault(peer, {})[key] = None
+                continue
+            takes, popping = peer.fetching is None, peer.popping
+            if self.count_down(peer) and takes:
+                peer.handoff = key if popping is None else None
+                return
 
     def come_back(self, peers: list[Peer]) -> None:
         """Offer peers of one link what they were passed over for."""
@@ -587,18 +558,12 @@ class Model:
     def unpromised(self, queue: bytes) -> int:
         return len(self.queues.get(queue, [])) - sum(peer.handoff == queue for peer in self.peers)
 
-    def count_down(self, place: Place) -> bool:
-        """Use up a registration that has been removed; True if that ended the wait."""
-        peer = place.peer
-        before = peer.remaining
-        peer.remaining -= place.count
-        if not before > 0 >= peer.remaining:
+    def count_down(self, peer: Peer) -> bool:
+        """Note that a place of the peer was used up; True if that ended its wait."""
+        if not peer.waits or self.has_places(peer):
             return False
+        peer.waits = False
         peer.barrier = None
-        for places in self.waiting.values():
-            for other in places:
-                if other.peer is peer:
-                    other.leftover = True
         self.woken.append(peer)
         if peer.popping is not None:
             (key, ticket), peer.popping = peer.popping, None

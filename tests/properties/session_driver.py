@@ -108,7 +108,7 @@ def everything(store: Store) -> object:
     return (
         {key: unpack(framed(value)) for key, value in keyspace.values.items()},
         {key: list(map(unpack, items)) for key, items in keyspace.queues.items()},
-        {key: list(waiters.values()) for key, waiters in registrations(keyspace).items()},
+        {key: len(waiters) for key, waiters in registrations(keyspace).items()},
         dict(keyspace.handoffs),
         {
             key: sorted((target, len(group)) for target, group in counter.awaiting.items())

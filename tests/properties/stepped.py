@@ -1,7 +1,7 @@
 """A fleet whose store carries out nearly every command in steps, with the steps of all sessions mixed at random.
 
 Each command takes effect at one moment: what a write wakes, when it arrives, however late it is sent; a
-WAIT looks at each key in its step; a command that must first drop registrations, and a MULTI_SET that waits for another
+WAIT looks at each key in its step; a BARRIER that must first drop registrations, and a command that waits for another
 one, at its end. The model executes the command whole at that moment. What a session has sent is always the start of
 what the model has sent, and all of it once no work is left.
 """
@@ -12,20 +12,14 @@ import random
 
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.keyspace import ParkOnKeys, PostponedMultiSet
-from tcpstore_async.keyspace.registrations import MarkStale, UnparkFirst
 from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
-from tcpstore_async.keyspace.waiters import PostponedCommands, PostponedWaitCount
 from tcpstore_async.session.store import Store
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
-from .model import Closed, Place, framed
+from .model import Closed
 
-LATE = ("fetch", "wait_count", "lease_later", "meet")
-"""Commands that take effect once the earlier registrations are dropped, if these are many."""
-
-HELD_BACK = 2**40
-"""Registrations that a peer awaits in addition until a long WAIT has looked at its last key."""
+LATE = ("barrier", "wait_count", "multi_set")
+"""Commands in steps that take effect at their end, once registrations are dropped or others are woken."""
 
 
 class Under:
@@ -33,9 +27,12 @@ class Under:
 
     def __init__(self, command: Command) -> None:
         self.command = command
-        self.begun = False
+        self.postponed = False
+        """Nothing of it is executed yet: others are woken first."""
+        self.late = command.name in LATE
+        """It takes effect at its end."""
         self.at = 0
-        self.again: bytes | None = None
+        """How many keys a WAIT has looked at."""
 
 
 class SteppedFleet(Fleet):
@@ -61,7 +58,7 @@ class SteppedFleet(Fleet):
             connection.session.receive(HANDSHAKE.frame)
             connection.peer.validated = True
         session = connection.session
-        if session.incremental is not None:
+        if session.running is not None:
             return
         if session.state == AWAITING_ITEM and self.store.keyspace.queues:
             return  # its own write would wake it before others, so it might lease an item that is theirs
@@ -70,30 +67,28 @@ class SteppedFleet(Fleet):
 
     def _receive_from(self, slot: int, connection: Connection, command: Command, data: bytes) -> None:
         """Let the server receive a command, or begin with one that was postponed."""
-        handoff = connection.peer.handoff
+        session, peer, keyspace = connection.session, connection.peer, self.store.keyspace
+        handoff = peer.handoff
         refused = False
+        postponed = keyspace.working and keyspace.postpones(session)
         try:
-            connection.session.receive(data)
+            session.receive(data)
         except PeerError:
             refused = True
-        job = connection.session.incremental
-        if job is None:
+        if session.running is None:
             self._do(slot, connection, command, refused)
-        elif isinstance(job, PostponedCommands):
-            self.postponed += 1
-            self.under[slot] = Under(command)
         else:
             under = self.under[slot] = Under(command)
-            late = isinstance(job, (MarkStale, PostponedWaitCount, PostponedMultiSet)) or (
-                isinstance(job, UnparkFirst) and command.name in LATE
-            )
-            if isinstance(job, ParkOnKeys) or late:
+            if postponed:
+                self.postponed += 1
+                under.postponed = True
+            elif under.late or command.name == "wait":
+                if command.name in ("wait", "barrier"):  # it replaces what the peer awaited before
+                    self.model.forget(peer)
+                peer.handoff = None
                 if handoff is not None:
-                    under.again = handoff if isinstance(job, ParkOnKeys) else None
-                    connection.peer.handoff = None
                     self.model.hand_on(handoff)
             else:
-                under.begun = True
                 self._do(slot, connection, command, refused=False)
         self._finish_work_for_queues()
         self.compare()
@@ -141,69 +136,54 @@ class SteppedFleet(Fleet):
                 self.store.keyspace.step()
                 self.compare()
             return
-        job = connection.session.incremental
-        if isinstance(job, PostponedCommands):
+        session = connection.session
+        if under.postponed:
             self.under[slot] = None
             self._receive_from(slot, connection, under.command, b"")
             return
+        stays = self._cannot_step(connection)
+        drops = under.at == 0 and len(session.parked or ()) > self.portion
         refused = False
-        at = job.at if isinstance(job, ParkOnKeys) else -1
         try:
-            connection.session.receive(b"")
+            session.receive(b"")
         except PeerError:
             refused = True
-        done = refused or connection.session.incremental is None
+        done = refused or session.running is None
         if done:
             self.under[slot] = None
-        if isinstance(job, UnparkFirst) and connection.session.incremental is not job:
-            self.model.drop_leftovers(connection.peer)  # even if the command then does not wait
-        if isinstance(job, ParkOnKeys) and (job.at > at or done):
-            self._park(connection, under, done)
-        elif (
-            done
-            and isinstance(job, (MarkStale, PostponedWaitCount, PostponedMultiSet, UnparkFirst))
-            and not under.begun
-        ):
+        if under.command.name == "wait":
+            if not stays and not drops:
+                self._park(connection, under, done)
+        elif under.late and done:
             self._do_late(slot, connection, under.command, refused)
         elif refused:
             raise Difference(f"{under.command} was refused")
-        if self.connections[slot] is connection and done:
-            under.begun = True
         if done:
             self._finish_work_for_queues()
         self.compare()
 
+    def _cannot_step(self, connection: Connection) -> bool:
+        """Do what precedes a step of the peer's command; return whether that cannot be done yet."""
+        keyspace = self.store.keyspace
+        if keyspace.working and not keyspace.postpones(connection.session):
+            keyspace.resolve(connection.session)
+        return keyspace.working and keyspace.postpones(connection.session)
+
     def _park(self, connection: Connection, under: Under, done: bool) -> None:
+        """Let the model look at the next keys of a WAIT, too."""
         model, peer = self.model, connection.peer
         keys = under.command.fields[0]
         portion = keys[under.at : under.at + self.portion]
-        missing = [key for key in portion if not model.present(key)]
         under.at += self.portion
-        if missing:
-            left = peer.remaining if under.begun else HELD_BACK
-            model.register(peer, missing, barrier=False)
-            peer.remaining += left
-            if not under.begun:
-                under.begun = True
-                handoff, peer.handoff = peer.handoff, None
-                if handoff is not None:
-                    model.hand_on(handoff)
+        model.place(peer, [key for key in portion if not model.present(key)])
         if (under.at >= len(keys)) != done:
             raise Difference(f"{under.command}: done {done} after {under.at} keys")
         if not done:
             return
-        if under.begun:
-            peer.remaining -= HELD_BACK
-            if peer.remaining > 0:
-                return
-            peer.barrier = None
-            for places in model.waiting.values():
-                for place in places:
-                    if place.peer is peer:
-                        place.leftover = True
-        elif under.again in keys:
-            peer.handoff = under.again
-        model.send(peer, b"\0")
+        if model.has_places(peer):
+            peer.waits = True
+        else:
+            model.send(peer, b"\0")
 
     def compare(self) -> None:
         """Check that all output is the start of the model's."""
@@ -259,7 +239,7 @@ def run(seed: int, commands: int = 400) -> int:
             continue
         command = random_command(rng, names, rng.choices(list(WEIGHTS), weights)[0])
         connection = fleet.connections[slot]
-        if connection is not None and connection.peer.remaining > 0 and rng.random() < 0.7:
+        if connection is not None and connection.peer.waits and rng.random() < 0.7:
             continue
         fleet.send(slot, command)
         if number % 20 == 19 and rng.random() < 0.5:
@@ -270,6 +250,3 @@ def run(seed: int, commands: int = 400) -> int:
     fleet.finish_work()
     fleet.finish()
     return fleet.steps
-
-
-__all__ = ["Place", "SteppedFleet", "framed", "run"]

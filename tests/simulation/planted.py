@@ -78,7 +78,7 @@ def _keeps_promise(store: Keyspace, waiter: Waiter, handoff: Handoff) -> None:
 def _wakes_nobody_else(store: Keyspace, waiter: Waiter) -> bool:
     for key in waiter.parked or ():
         store.waiters[key].clear()
-        store.waiters[key][waiter] = 1
+        store.waiters[key][waiter] = None
     store._unpark(waiter)
     return True
 
@@ -139,11 +139,12 @@ def _fetch_eats(store: Keyspace, waiter: Waiter, ended: int) -> None:
 
 def _is_no_more_promised(store: Keyspace, key: bytes, handed_on: bool = False) -> None:
     registered = store.waiters[key]
-    for waiter in [waiter for waiter, times in registered.items() if times > 0]:
-        ended = store._count_down(waiter, key, registered.pop(waiter))
+    for waiter in [waiter for waiter in registered if not isinstance(waiter, Counter)]:
+        del registered[waiter]
+        ended = store._count_down(waiter, key)
         if ended != IDLE:
             store._fire(waiter, ended)
-    if not registered and key not in store.stale:
+    if not registered:
         del store.waiters[key]
 
 
@@ -387,7 +388,7 @@ LINKED: dict[str, Plant] = {
         _instead(lambda passed, queue: False),
     ),
     "what a session was passed over for is not offered": (SkippedQueues, "offer_some", _instead(_forgets_offers)),
-    "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
+    "credit is not returned": (LinkedSession, "_allow_or_close", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkWork, "end_later", _instead(lambda registry, link: None)),
     "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
@@ -420,7 +421,7 @@ NAMED: dict[str, Plant] = {
     "a store outlives its owner": (NamedStores, "leave", _before(_outlives)),
     "a key is visible in another store": (NamedStore, "__init__", _after(_sees_others)),
     "a rank of a store that has ended enters the next one": (NamedStores, "decide", _before(_enters_any)),
-    "who waits for a store is not let in": (NamedStores, "let_in", _instead(_keeps_waiting)),
+    "who waits for a store is not let in": (NamedStores, "_admit", _instead(_keeps_waiting)),
     "who is in a store that has ended stays connected": (NamedStores, "close", _instead(lambda registry, store: None)),
     "who has given up is still waited for": (NamedStores, "_forget_entry", _instead(lambda registry, session: None)),
     "what was in a store stays counted": (Budget, "remove", _instead(lambda budget, share: None)),

@@ -422,7 +422,7 @@ class World(Fleet):
             if client.link is None:
                 continue
             asleep = [call for call in client.session.pending if call is not client.session.waiting]
-            if asleep or (client.session.waiting is not None and client.link.peer.remaining <= 0):
+            if asleep or (client.session.waiting is not None and not client.link.peer.waits):
                 raise Difference(f"client {client.number} sleeps and should be awake")
             if client.session.waiting is None and client.held:
                 raise Difference(f"client {client.number} holds back what could be sent")

@@ -10,7 +10,6 @@ from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.keyspace import ParkOnKeys
 from tcpstore_async.keyspace.queues import MAX_LEASES
 from tcpstore_async.serving import build
 from tcpstore_async.session.server import ServerSession
@@ -34,7 +33,7 @@ def ask(session: ServerSession, name: str, *fields: object) -> None:
 
 def finish(*sessions: ServerSession) -> None:
     for session in sessions:
-        while session.incremental is not None:
+        while session.running is not None:
             session.receive(b"")
             if session.store.keyspace.work:
                 session.store.keyspace.step()
@@ -51,15 +50,14 @@ def heard(session: ServerSession) -> bytes:
 
 def nothing_is_left(store: Store) -> bool:
     keyspace = store.keyspace
-    registrations = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
-    return not any(registrations) and keyspace.parked == 0 and not keyspace.work
+    return not (keyspace.waiters or keyspace.holes) and keyspace.parked == 0 and not keyspace.work
 
 
 def test_a_session_that_leaves_while_parking_leaves_nothing(store: Store) -> None:
     session = greeted(store)
     ask(session, "wait", KEYS)
     session.receive(b"")
-    assert isinstance(session.incremental, ParkOnKeys)
+    assert session.running is not None
     assert store.keyspace.waiters
     session.leave()
     while store.keyspace.work:
@@ -103,7 +101,7 @@ def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(sto
     ask(many, "wait", KEYS)
     finish(many)
     ask(other, "multi_set", [(key, b"0") for key in KEYS])
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     assert store.keyspace.work
     ask(late, "barrier", b"k9", 2)
@@ -121,9 +119,9 @@ def test_a_second_multi_set_of_awaited_keys_follows_the_first(store: Store) -> N
     ask(fetching, "fetch", b"k9")
     ask(first, "multi_set", PAIRS)
     ask(second, "multi_set", [(key, b"newer") for key in KEYS])
-    while first.incremental is not None or second.incremental is not None:
+    while first.running is not None or second.running is not None:
         for session in (first, second):
-            if session.incremental is not None:
+            if session.running is not None:
                 session.receive(b"")
         if store.keyspace.work:
             store.keyspace.step()
@@ -138,7 +136,7 @@ def test_a_multi_set_that_follows_another_counts_while_it_waits(store: Store) ->
     ask(many, "wait", KEYS)
     finish(many)
     ask(first, "multi_set", PAIRS)
-    while first.incremental is not None:
+    while first.running is not None:
         first.receive(b"")
     ask(second, "multi_set", PAIRS)
     for _ in KEYS:
@@ -196,7 +194,7 @@ def test_a_long_read_is_executed_at_once(store: Store, name: str, reply: bytes) 
     for key in KEYS:
         ask(other, "set", key, b"1")
     ask(session, name, KEYS)
-    assert session.incremental is None
+    assert session.running is None
     assert heard(session) == reply
     assert store.keyspace.work
     finish(session)
@@ -245,7 +243,7 @@ def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(store: Store) -> 
         ask(session, "wait", KEYS)
         finish(session)
     ask(other, "multi_set", PAIRS)
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     left = left_of(*waiting)
     assert left >= (len(KEYS) - 1) * len(waiting)
@@ -259,17 +257,19 @@ def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(store: Store) -> 
 
 def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
     store = Store(Limits(), portion=100)
-    waiting = [greeted(store) for _ in range(50)]
-    for number, session in enumerate(waiting):
-        ask(session, "wait", [b"other%d" % number])
-        ask(session, "wait", KEYS)  # not in a group
-    left = left_of(*waiting)
-    assert left == (len(KEYS) + 1) * len(waiting)
+    keyspace = store.keyspace
+    for number in range(50):
+        ask(
+            greeted(store), "wait", [*KEYS, b"other%d" % number]
+        )  # lists of their own, so they are in no group together
+    left = keyspace.parked
+    most = keyspace.portion * keyspace.registration_bytes(KEYS[0])
     greeted(store).receive(b"".join([Command("set", key, pack(b"v")).frame for key in KEYS]))
-    assert left - left_of(*waiting) <= store.keyspace.portion
-    while store.keyspace.work:
-        store.keyspace.step()
-    assert left - left_of(*waiting) == len(KEYS) * len(waiting)
+    while keyspace.work:
+        assert 0 <= left - keyspace.parked <= most
+        left = keyspace.parked
+        keyspace.step()
+    assert sum(map(len, keyspace.waiters.values())) == 50
 
 
 def test_many_pushes_at_once_let_others_in_between() -> None:
@@ -295,22 +295,18 @@ def test_many_pushes_at_once_let_others_in_between() -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(taken: bool) -> None:
-    """Nobody is left asleep before an item, and an item that somebody else has taken is not offered."""
+def test_items_that_go_back_and_end_no_wait_are_offered_in_steps(taken: bool) -> None:
+    """No waiter stays asleep before an item, and an item that another peer has taken is not offered."""
     store = Store(Limits())
     queues = [b"q%d" % number for number in range(1000)]
     holder, other = greeted(store), greeted(store)
     for ticket, queue in enumerate(queues):
         ask(other, "queue_push", queue, pack(b"v"))
         ask(holder, "lease", queue, ticket)
-    for _ in range(12):
-        stale = greeted(store)
-        ask(stale, "wait", queues)
-        ask(stale, "wait", [b"z"])
-    ask(other, "set", b"z", pack(b"v"))
+    for number in range(12):
+        ask(greeted(store), "wait", [*queues[:-1], b"%d" % number])  # lists of their own, so they are in no group
     waiting = greeted(store)
     ask(waiting, "wait", queues[-1:])
-    heard(waiting)
     before = store.keyspace.taken
     holder.leave()
     steps = [store.keyspace.taken - before]
@@ -354,7 +350,7 @@ def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
     finish(many)
     ask(waiter, *wait)
     ask(other, "multi_set", PAIRS)
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     ask(other, "delete_key", b"k9")
     ask(other, "queue_push", b"k9", b"late")
@@ -367,7 +363,7 @@ def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command
     ask(session, "wait", KEYS)
     finish(session)
     ask(other, "multi_set", PAIRS)
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     ask(session, "ping", 7)
     assert heard(session) == b""
@@ -394,7 +390,7 @@ def test_waiters_for_many_keys_that_are_set_may_leave(store: Store) -> None:
         finish(session)
     waiting[0].leave()  # its registrations are dropped behind what follows, or before
     ask(other, "multi_set", PAIRS)
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     waiting[1].leave()
     finish(other)
@@ -408,7 +404,7 @@ def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(store
     finish(first)
     ask(second, "wait", [b"q"])
     ask(other, "multi_set", PAIRS)
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     ask(other, "queue_push", b"q", b"item")
     assert heard(first) == b"\0"
@@ -425,7 +421,7 @@ def test_a_long_multi_set_is_executed_at_once(store: Store) -> None:
     session, other = greeted(store), greeted(store)
     ask(other, "set", KEYS[0], b"old")
     ask(session, "multi_set", PAIRS)
-    assert session.incremental is None
+    assert session.running is None
     assert [store.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
     finish(session)
     assert nothing_is_left(store)
@@ -444,7 +440,7 @@ def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnect
     finish(many)
     ask(first, "multi_set", PAIRS)
     ask(second, "multi_set", [(key, b"late") for key in KEYS])
-    assert second.incremental is not None
+    assert second.running is not None
     second.leave()
     finish(first)
     assert [store.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
@@ -529,8 +525,7 @@ def test_a_reply_may_be_as_long_as_the_limit(store: Store) -> None:
         ask(session, "multi_get", KEYS)
 
 
-def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(store: Store) -> None:
-    """It ended when the wait began, so the second waiter was woken; if that leaves, the item is the first one's."""
+def test_a_long_wait_hands_the_item_on_that_ended_the_one_before(store: Store) -> None:
     first, second, third, writer = (greeted(store) for _ in range(4))
     for session in (first, second, third):
         ask(session, "wait", KEYS[:1])
@@ -542,9 +537,9 @@ def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(store: Store
     finish(first)
     assert [heard(session) for session in (first, second, third)] == [b"\0", b"\0", b""]
     second.leave()
-    assert heard(third) == b""
-    first.leave()
     assert heard(third) == b"\0"
+    first.leave()
+    assert heard(third) == b""
 
 
 def test_large_values_longer_than_the_limit_are_no_reply(store: Store) -> None:
@@ -559,63 +554,34 @@ def test_large_values_longer_than_the_limit_are_no_reply(store: Store) -> None:
         store.keyspace.multi_get([b"k"])
 
 
-def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(store: Store) -> None:
-    """They count it down, as they would had it been registered at once; it is answered once."""
+def test_a_long_wait_replaces_a_long_one(store: Store) -> None:
     session, writer = greeted(store), greeted(store)
-    ask(session, "wait", KEYS[:2])
-    ask(session, "wait", KEYS[2:])
-    session.receive(b"")
-    assert isinstance(session.incremental, ParkOnKeys)
+    ask(session, "wait", KEYS[:5])
+    finish(session)
+    ask(session, "wait", KEYS[4:])
     for key in KEYS[:4]:
         ask(writer, "set", key, b"v")
-    assert heard(session) == b""
     finish(session)
-    for key in KEYS[4:7]:
-        ask(writer, "set", key, b"v")
-    assert heard(session) == b""
-    for key in KEYS[7:]:
-        ask(writer, "set", key, b"v")
-    assert heard(session) == b"\0"
-    assert nothing_is_left(store)
-
-
-def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(store: Store) -> None:
-    session, writer = greeted(store), greeted(store)
-    ask(session, "wait", KEYS[:3])
-    for key in KEYS[5:]:
-        ask(writer, "set", key, b"v")
-    ask(session, "wait", KEYS[3:])
-    session.receive(b"")
-    for key in KEYS[:3]:
-        ask(writer, "set", key, b"v")
-    assert heard(session) == b""
-    finish(session)
-    assert heard(session) == b"\0"
-    for key in KEYS[3:5]:
-        ask(writer, "set", key, b"v")
-    assert heard(session) == b""
-    assert nothing_is_left(store)
-
-
-def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(store: Store) -> None:
-    """As any next command does, once it awaits something itself."""
-    first, second, writer = (greeted(store) for _ in range(3))
-    for session in (first, second):
-        ask(session, "wait", KEYS[:1])
-    for key in KEYS[1:4]:
-        ask(writer, "set", key, b"v")
-    ask(first, "wait", KEYS[1:])
-    first.receive(b"")
-    ask(writer, "queue_push", KEYS[0], b"item")
-    assert [heard(session) for session in (first, second)] == [b"\0", b""]
-    finish(first)
-    assert [heard(session) for session in (first, second)] == [b"", b"\0"]
-    ask(second, "queue_pop", KEYS[0])
+    assert session.parked == {*KEYS[4:]}
     for key in KEYS[4:]:
-        ask(writer, "queue_push", key, b"item")
-    assert heard(first) == b"\0"
-    first.leave()
-    assert store.keyspace.handoffs == {}
+        assert heard(session) == b""
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b"\0"
+    assert nothing_is_left(store)
+
+
+def test_a_barrier_replaces_a_long_wait(store: Store) -> None:
+    session, other = greeted(store), greeted(store)
+    ask(session, "wait", KEYS)
+    finish(session)
+    ask(session, "barrier", b"b", 2)
+    for key in KEYS:
+        ask(other, "set", key, b"v")
+    finish(session)
+    assert heard(session) == b""
+    ask(other, "barrier", b"b", 2)
+    assert (heard(session), heard(other)) == (b"\0", b"\0")
+    assert nothing_is_left(store)
 
 
 def agents(store: Store, names: bytes, least: int) -> list[ServerSession]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from properties.session_driver import with_store_of
 from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
-from tcpstore_async.keyspace.waiter_types import Waiter
+from tcpstore_async.keyspace.waiter_types import IDLE
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import EMPTY, GROWING_BYTES, pack, unpack
@@ -152,10 +150,10 @@ def test_a_wait_ends_once(store: Store, keyspace: Keyspace) -> None:
     assert session.parked is None
 
 
-def test_a_key_named_twice_is_registered_twice(store: Store, keyspace: Keyspace) -> None:
+def test_a_key_named_twice_is_registered_once(store: Store, keyspace: Keyspace) -> None:
     session = waiter(store)
     keyspace.wait(session, [b"a", b"a", b"b"])
-    assert session.remaining == 3
+    assert session.parked == {b"a", b"b"}
     keyspace.set(b"a", EMPTY)
     assert not woken(session)
     keyspace.set(b"b", EMPTY)
@@ -166,22 +164,12 @@ def test_a_second_wait_replaces_the_first(store: Store, keyspace: Keyspace) -> N
     session = waiter(store)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
+    assert session.parked == {b"j"}
     keyspace.set(b"k", EMPTY)
-    assert woken(session) == 1
-    keyspace.set(b"j", EMPTY)
     assert not woken(session)
-    assert keyspace.waiters == {}
-
-
-def test_a_stale_registration_counts_down_the_next_wait(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"k"])
-    keyspace.wait(session, [b"j"])
-    keyspace.set(b"k", EMPTY)
-    assert woken(session) == 1
-    keyspace.wait(session, [b"x"])
     keyspace.set(b"j", EMPTY)
     assert woken(session) == 1
+    assert keyspace.waiters == {}
 
 
 def test_cancel_drops_every_registration(store: Store, keyspace: Keyspace) -> None:
@@ -210,7 +198,7 @@ def test_a_wait_that_would_exceed_the_budget_changes_nothing() -> None:
     session = waiter(store)
     with pytest.raises(LimitError):
         store.keyspace.wait(session, [b"a", b"b"])
-    assert (session.remaining, session.parked, store.keyspace.waiters, store.keyspace.size) == (0, None, {}, 0)
+    assert (session.state, session.parked, store.keyspace.waiters, store.keyspace.size) == (IDLE, None, {}, 0)
     assert not store.keyspace.wait(session, [b"a"])
 
 
@@ -364,79 +352,6 @@ def test_peers_that_name_one_key_in_a_row_share_it(
         parked += peer.parked
     assert parked == [b"/key"] * 3
     assert len(set(map(id, parked))) == 1
-
-
-class Registered(OrderedDict[Waiter, int]):
-    """Registrations that count how many of them were looked at."""
-
-    looks = 0
-
-    def items(self) -> Any:
-        for item in super().items():
-            self.looks += 1
-            yield item
-
-
-def with_stale_registrations(store: Store, count: int) -> list[ServerSession]:
-    """Return so many sessions with a stale registration under q."""
-    sessions = [waiter(store) for _ in range(count)]
-    for session in sessions:
-        store.keyspace.wait(session, [b"q"])
-        store.keyspace.wait(session, [b"x"])
-    store.keyspace.set(b"x", EMPTY)
-    store.keyspace.delete_key(b"x")
-    assert [woken(session) for session in sessions] == [1] * count
-    return sessions
-
-
-@pytest.mark.parametrize("count", [3, 40])
-def test_a_push_looks_at_a_stale_registration_once(store: Store, keyspace: Keyspace, count: int) -> None:
-    with_stale_registrations(store, count)
-    session = waiter(store)
-    looks = []
-    for _ in range(10):
-        registered = keyspace.waiters[b"q"] = Registered(keyspace.waiters[b"q"])
-        assert not keyspace.wait(session, [b"q"])
-        keyspace.queue_push(b"q", EMPTY)
-        assert woken(session) == 1
-        assert keyspace.queue_pop(b"q") == (1, EMPTY)
-        looks.append(registered.looks)
-    assert looks == [count + 1] + [1] * 9
-
-
-def test_stale_registrations_that_a_queue_skipped_still_count(store: Store, keyspace: Keyspace) -> None:
-    first, second, *rest = with_stale_registrations(store, 40)
-    keyspace.queue_push(b"q", EMPTY)
-    keyspace.queue_pop(b"q")
-    keyspace.wait(second, [b"other", b"q"])
-    keyspace.wait(first, [b"q"])  # registered anew, behind the others
-    keyspace.queue_push(b"q", EMPTY)
-    assert (woken(first), woken(second)) == (0, 1)
-    keyspace.queue_pop(b"q")
-    keyspace.queue_push(b"q", EMPTY)
-    assert (woken(first), woken(second)) == (1, 0)
-    keyspace.queue_pop(b"q")
-    for session in rest:
-        keyspace.wait(session, [b"other"])
-    gone = rest.pop()
-    gone.leave()
-    keyspace.set(b"q", EMPTY)  # as in PyTorch: it counts for a later wait
-    assert [woken(session) for session in rest] == [1] * len(rest)
-    assert not woken(gone)
-    for session in (first, second, *rest):
-        session.leave()
-    keyspace.delete_key(b"q")
-    assert (keyspace.waiters, keyspace.stale, keyspace.handoffs, keyspace.size) == ({}, {}, {}, 0)
-
-
-def test_waiters_that_a_queue_skipped_may_leave(store: Store, keyspace: Keyspace) -> None:
-    sessions = with_stale_registrations(store, 3)
-    keyspace.queue_push(b"q", EMPTY)
-    for session in sessions:
-        session.leave()
-    assert (keyspace.waiters, keyspace.stale) == ({}, {})
-    keyspace.queue_push(b"q", EMPTY)
-    assert keyspace.queue_len(b"q") == 2
 
 
 def test_registrations_are_compacted_when_waiters_leave(store: Store, keyspace: Keyspace) -> None:

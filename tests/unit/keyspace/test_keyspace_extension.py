@@ -45,8 +45,8 @@ def heard(session: ServerSession) -> list[bytes]:
 
 
 def nothing_is_left(keyspace: Keyspace) -> bool:
-    waiting = keyspace.waiters, keyspace.stale, keyspace.counters, keyspace.handoffs, keyspace.holes
-    return waiting == ({}, {}, {}, {}, {}) and keyspace.size == 0
+    waiting = keyspace.waiters, keyspace.counters, keyspace.handoffs, keyspace.holes
+    return waiting == ({}, {}, {}, {}) and keyspace.size == 0
 
 
 # Fetching
@@ -75,7 +75,7 @@ def test_a_fetched_value_is_sent_when_it_appears(store: Store, keyspace: Keyspac
     assert (heard(first), heard(second), heard(other)) == ([pack(value)], [pack(value)], [])
     write(keyspace)
     assert (heard(first), heard(second)) == ([], [])
-    assert (first.remaining, first.parked, first.state, first.handoff) == (0, None, IDLE, None)
+    assert (first.parked, first.state, first.handoff) == (None, IDLE, None)
     assert store.hub.pending_flush.count(first) == 1
 
 
@@ -85,7 +85,7 @@ def test_an_existing_value_is_fetched_at_once(store: Store, keyspace: Keyspace, 
     write(keyspace)
     session = waiter(store)
     assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
-    assert (session.remaining, session.parked, session.state, keyspace.waiters) == (0, None, IDLE, {})
+    assert (session.parked, session.state, keyspace.waiters) == (None, IDLE, {})
 
 
 def test_a_large_fetched_value_is_not_copied(store: Store, keyspace: Keyspace) -> None:
@@ -168,19 +168,6 @@ def test_an_existing_value_is_fetched_during_another_wait(store: Store, keyspace
     assert heard(session) == [WOKEN]
 
 
-def test_stale_registrations_end_no_fetch(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"a"])
-    keyspace.wait(session, [b"stale"])
-    keyspace.set(b"a", EMPTY)
-    assert heard(session) == [WOKEN]
-    keyspace.fetch(session, b"k")
-    keyspace.set(b"stale", EMPTY)
-    assert heard(session) == []
-    keyspace.set(b"k", pack(b"v"))
-    assert heard(session) == [pack(b"v")]
-
-
 @pytest.mark.parametrize("cancel", ["cancel_fetch", "cancel_wait", "leave"])
 def test_an_ended_fetch_sends_nothing(store: Store, keyspace: Keyspace, cancel: str) -> None:
     session = waiter(store)
@@ -257,7 +244,7 @@ def test_a_target_is_reached(store: Store, keyspace: Keyspace, how: str) -> None
     assert first.parked is None
     REACHING[how](keyspace)
     assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
-    assert (first.remaining, first.group) == (0, None)
+    assert (first.state, first.group) == (IDLE, None)
     more.leave()
     keyspace.set(b"n", pack(b"9"))
     assert heard(first) == []
@@ -334,7 +321,7 @@ def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(store: S
     keyspace.set(b"n", pack(b"text"))
     with pytest.raises(ProtocolError, match="not a 64-bit number"):
         keyspace.wait_count(late, b"n", 2)
-    assert (late.remaining, late.group, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
+    assert (late.state, late.group, keyspace.size) == (IDLE, None, size + ENTRY_BYTES + 1 + 12)
     late.leave()
     for text in (b"", b"9" * 20, b"-"):
         keyspace.set(b"n", pack(text))
@@ -384,20 +371,6 @@ def test_an_ended_wait_count_is_not_woken(store: Store, keyspace: Keyspace, how:
     more.leave()
     keyspace.delete_key(b"n")
     assert nothing_is_left(keyspace)
-
-
-def test_stale_registrations_end_no_wait_count(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"a"])
-    keyspace.wait(session, [b"stale"])
-    keyspace.set(b"a", EMPTY)
-    assert heard(session) == [WOKEN]
-    keyspace.wait_count(session, b"n", 1)
-    keyspace.set(b"stale", EMPTY)
-    assert heard(session) == []
-    keyspace.add(b"n", 1)
-    keyspace.add(b"n", 1)
-    assert heard(session) == [WOKEN]
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait_count"])
@@ -574,7 +547,7 @@ def test_reserved_keys_are_read_only(store: Store, how: str) -> None:
                 keyspace.multi_set([(b"k", EMPTY), (JOINS_KEY, EMPTY)])
             case _:
                 keyspace.barrier(session, JOINS_KEY, 9 if how == "barrier" else 1)
-    assert (keyspace.num_keys(), keyspace.size, keyspace.waiters, session.remaining) == (0, 0, {}, 0)
+    assert (keyspace.num_keys(), keyspace.size, keyspace.waiters, session.state) == (0, 0, {}, IDLE)
     assert keyspace.get(JOINS_KEY) == pack(b"12")
 
 
@@ -636,27 +609,22 @@ def test_waiters_count_bytes(store: Store, keyspace: Keyspace) -> None:
 
 
 @pytest.mark.parametrize("command", ["fetch", "wait_count", "wait_count of more"])
-@pytest.mark.parametrize("left_over", [False, True])
-def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool) -> None:
+def test_a_wait_that_does_not_fit_changes_nothing(command: str) -> None:
     store = with_store_of(10_000)
     keyspace = store.keyspace
     session, early = waiter(store), waiter(store)
-    if left_over:
-        keyspace.wait(session, [b"a"])
-        keyspace.wait(session, [b"b"])
-        keyspace.set(b"a", EMPTY)
     if command == "wait_count of more":
         keyspace.wait_count(early, b"n", 1)
     needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
     keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
-    before = session.remaining, session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
+    before = session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
     with pytest.raises(LimitError) as error:
         if command == "fetch":
             keyspace.fetch(session, b"n")
         else:
             keyspace.wait_count(session, b"n", 5)
     assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
-    after = session.remaining, session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
+    after = session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
     assert after == before
     keyspace.set(b"filling", EMPTY)
     assert not keyspace.wait_count(session, b"n", 5)
@@ -711,16 +679,9 @@ def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace
 
 
 def test_a_forked_process_forgets_all_waiters(store: Store, keyspace: Keyspace) -> None:
-    """Those with many stale registrations too."""
-    session = waiter(store)
-    keyspace.wait(session, [b"%d" % number for number in range(5)])
-    keyspace.wait(session, [b"k"])
-    keyspace.portion = 2
-    keyspace.set(b"k", EMPTY)
-    assert keyspace.unmarked == {session}
+    keyspace.wait(waiter(store), [b"%d" % number for number in range(5)])
+    keyspace.wait_count(waiter(store), b"n", 1)
     keyspace.forget_waiters()
-    keyspace.delete_key(b"k")
-    assert keyspace.unmarked == set()
     assert nothing_is_left(keyspace)
 
 
@@ -734,13 +695,13 @@ def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(store: 
     keyspace.add(b"k", -10)
     late = waiter(store)
     assert not keyspace.wait_count(late, b"k", 10)
-    postponed = keyspace.incremental
-    keyspace.incremental = None
+    postponed = keyspace.running
+    keyspace.running = None
     assert postponed is not None
-    assert not postponed.step(1)
+    assert not postponed.step()
     while keyspace.working:
         keyspace.step()
-    assert postponed.step(1)
+    assert postponed.step()
     assert postponed.result is False
     assert heard(late) == []
     keyspace.add(b"k", 10)

@@ -96,9 +96,9 @@ def test_one_more_waiter_costs_the_same_for_any_list(store: Store) -> None:
     assert each < 220, f"{each:.0f} bytes a waiter"
 
 
-def test_a_key_that_is_named_twice_counts_twice(store: Store, keyspace: Keyspace) -> None:
+def test_a_key_that_is_named_twice_is_registered_once(store: Store, keyspace: Keyspace) -> None:
     sessions = parked(store, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
-    assert set(keyspace.waiters[b"/a"].values()) == {3}
+    assert keyspace.waiters.keys() == {b"/a", b"/b"}
     write(store, b"/a")
     assert woken(sessions) == []
     write(store, b"/b")
@@ -306,58 +306,34 @@ def test_an_item_counts_a_group_down_that_awaits_more(store: Store, keyspace: Ke
 
 
 @pytest.mark.parametrize("second", [Command("wait", [b"/x"]), Command("barrier", b"/x", 2)], ids=["wait", "barrier"])
-def test_a_member_that_waits_again_keeps_what_it_awaited(store: Store, keyspace: Keyspace, second: Command) -> None:
+def test_a_member_that_waits_again_leaves_the_group(store: Store, keyspace: Keyspace, second: Command) -> None:
     sessions = parked(store, 3)
     assert ask(sessions[1], second) == b""
     assert groups(keyspace) == [1, 1]
-    assert sessions[1].parked == {*KEYS, b"/x"}
-    write(store, b"/b")  # counts for the second wait now
-    assert woken(sessions) == [1]
+    assert sessions[1].parked == {b"/x"}
     write(store, *KEYS)
     assert woken(sessions) == [0, 2]
-    for session in sessions:
-        session.leave()
+    write(store, b"/x")
+    assert woken(sessions) == [1]
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
-def test_a_member_that_waits_again_goes_to_the_end(store: Store) -> None:
-    write(store, *KEYS[1:])
-    sessions = parked(store, 3)
-    assert ask(sessions[1], Command("wait", [b"/x"])) == b""
-    sessions += parked(store, 2)
-    other = greeted(store)
-    for number in (0, 2, 1, 3, 4):
-        ask(other, Command("queue_push", b"/a", b"item"))
-        assert woken(sessions) == [number]
-
-
-def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(store: Store, keyspace: Keyspace) -> None:
+def test_a_second_wait_for_the_list_is_its_own(store: Store, keyspace: Keyspace) -> None:
     sessions = parked(store, 2)
     sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], WAIT) == b""
-    assert sessions[2].parked == {*KEYS, b"/x"}
+    assert sessions[2].parked == {*KEYS}
     sessions += parked(store, 2)
     assert groups(keyspace) == [1, 1, 2]
     write(store, *KEYS)
     assert woken(sessions) == [0, 1, 2, 3, 4]
 
 
-def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(store: Store, keyspace: Keyspace) -> None:
-    sessions = parked(store, 2)
-    sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
-    assert ask(sessions[2], Command("wait", [b"/y"])) == b""
-    write(store, b"/x", b"/y")
-    assert take(sessions[2]) == b"\0"
-    assert sessions[2].parked is None
-    assert ask(sessions[2], WAIT) == b""
-    assert groups(keyspace) == [1, 2]
-
-
 def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
     store = Store(Limits())
     sessions = parked(store, 3)
     store.keyspace.on_full = None
-    store.keyspace.max_size = store.keyspace.size + 4 * PARKED_BYTES
+    store.keyspace.max_size = store.keyspace.size + PARKED_BYTES
     before = registrations(store.keyspace), store.keyspace.size
     for second in (Command("wait", [b"/x"]), Command("barrier", b"/x", 2)):
         with pytest.raises(LimitError):

@@ -49,11 +49,11 @@ def session(of: Store, access: Access = TOKEN) -> ServerSession:
 
 
 def finish(of: Store, *sessions: ServerSession) -> None:
-    while of.keyspace.work or any(one.incremental is not None for one in sessions):
+    while of.keyspace.work or any(one.running is not None for one in sessions):
         if of.keyspace.work:
             of.keyspace.step()
         for one in sessions:
-            if one.incremental is not None:
+            if one.running is not None:
                 one.receive(b"")
 
 
@@ -143,7 +143,7 @@ def test_a_multi_set_that_waits_for_another_and_is_abandoned_counts_nothing() ->
     finish(of, waiting)
     first.receive(multi_set(*[(key, b"") for key in keys]))
     second.receive(multi_set(*[(key, bytes(50)) for key in keys]))
-    assert second.incremental is not None
+    assert second.running is not None
     second.leave()
     finish(of, first)
     assert in_use(of) == measured(of)
@@ -164,7 +164,7 @@ def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None
     peer.receive(wait(b"/x"))
     other.receive(set_(b"/x", b""))
     peer.receive(barrier(b"/b", 9))
-    assert peer.incremental is not None
+    assert peer.running is not None
     finish(of, peer)
     assert b"/b" in of.keyspace.values
     assert in_use(of) == measured(of) == (2, of.keyspace.size - of.keyspace.parked)

@@ -266,9 +266,9 @@ def test_a_command_under_way_is_completed_without_a_connection() -> None:
     for name in names:
         target.store.keyspace.set(name, pack(b""))
     session.receive(Command("wait", names).frame)
-    assert session.incremental is not None
+    assert session.running is not None
     link = cut(target, peer)
-    assert session.incremental is None
+    assert session.running is None
     assert link.sent == 1, "the reply is kept"
     link.close()
     target.finish()

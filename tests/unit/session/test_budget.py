@@ -129,11 +129,11 @@ def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
         session.receive(Command("set", b"%01000d" % number, b"").frame)
     before = store.budget.used()
     session.receive(Command("list_keys").frame)
-    assert session.incremental is not None
+    assert session.running is not None
     assert store.budget.used() - before > 100_000
     other.receive(Command("list_keys").frame)
     session.leave()
-    while other.incremental is not None:
+    while other.running is not None:
         other.receive(b"")
     assert len(b"".join(other.out)) == 8 + 100 * 1008
     assert store.budget.listing() is not None

@@ -410,7 +410,7 @@ def test_a_command_in_portions_is_counted() -> None:
     of = store()
     peer = session(of, Access("t", max_keys=2000))
     peer.receive(multi_set(*[(b"/%d" % n, b"") for n in range(1500)]))
-    while peer.incremental is not None:
+    while peer.running is not None:
         peer.receive(b"")
     assert of.hub.auth.usage["t"].keys == 1500
     with pytest.raises(NotAllowedError, match="1,500 of the 2,000 allowed for token"):

@@ -208,7 +208,7 @@ def test_leaving_while_it_fetches_or_counts(store: Store) -> None:
         session.receive(frame)
         session.leave()
         assert (store.keyspace.waiters, store.keyspace.counters, store.keyspace.size) == ({}, {}, 0)
-        assert (session.state, session.awaited, session.group, session.remaining) == (IDLE, b"", None, 0)
+        assert (session.state, session.awaited, session.group) == (IDLE, b"", None)
     join(store).receive(SET + blob(b"/k") + blob(b"9"))
     assert not store.hub.pending_flush
 
