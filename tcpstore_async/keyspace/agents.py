@@ -94,13 +94,13 @@ class AgentRegistry(SharedRequests):
     def __init__(self, max_size: int, portion: int) -> None:
         super().__init__(max_size, portion)
         self.rounds: dict[bytes, Rounds] = {}
-        """By key: the rounds in which agents meet."""
+        """The rounds in which agents meet, keyed by the key of their job."""
         self.represented: dict[Waiter, Agent] = {}
-        """By waiter: the agent that it represents. (An attribute of all waiters would enlarge them.)"""
+        """The agent that each waiter represents. (An attribute of all waiters would enlarge them.)"""
         self.no_rounds: str = ""
-        """Why no more rounds are formed, if that is so."""
+        """Why no further rounds are formed; empty while they are."""
         self.ended: OrderedDict[bytes, Ended] = OrderedDict()
-        """By key, oldest first: the jobs that have ended successfully, as far as that is remembered."""
+        """Jobs that are remembered to have ended successfully, oldest first, keyed by the key of the job."""
         self.clock: Callable[[], float] | None = None
         """Returns the time, in seconds of the server's clock."""
 
@@ -174,7 +174,7 @@ class AgentRegistry(SharedRequests):
         return _framed_status(rounds.status(agent), described)
 
     def lose_agent(self, waiter: Waiter) -> None:
-        """Let the waiter represent its agent no more: if no other does, the agent has gone."""
+        """Dissociate the waiter from its agent; an agent without waiters is removed."""
         agent = self.represented.pop(waiter)
         if agent.parked is waiter:
             agent.parked = None
@@ -184,7 +184,7 @@ class AgentRegistry(SharedRequests):
             self.answer_due(agent.rounds)
 
     def end_rounds(self, why: str) -> list[Waiter]:
-        """Form no more rounds; return who represents an agent whose rounds are not closed, for the caller to evict.
+        """Stop forming rounds; return the waiters of agents whose rounds are still open, for the caller to evict.
 
         Agents of closed rounds may still read and write what they end with.
         """
@@ -192,7 +192,7 @@ class AgentRegistry(SharedRequests):
         return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
 
     def _remove_silent(self, rounds: Rounds, missing: int) -> bool:
-        """Remove some of the agents of which nothing was seen for so many ticks; True if no more are left."""
+        """Remove some agents that were silent for so many ticks; True if none is left."""
         for _ in range(_REMOVED_AT_ONCE):
             agent = rounds.silent(missing)
             if agent is None:

@@ -24,7 +24,7 @@ class Joins:
 
     def __init__(self) -> None:
         self.waiters: dict[bytes, int] = {}
-        """By token: the number of waiters that represent the rank, or `_LEFT`."""
+        """The number of waiters that represent each rank, keyed by its token; or `_LEFT`."""
         self.lost: int = 0
         """Tokens of ranks that lost all their waiters without a LEAVE."""
         self.size: int = 0

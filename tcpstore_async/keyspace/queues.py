@@ -16,7 +16,7 @@ from .steps import Running, pause
 from .waiter_types import AWAITING_ITEM, Waiter
 
 MAX_LEASES: Final = 4096
-"""Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""
+"""Largest number of unconfirmed leases per waiter: on its departure all go back at once, ahead of later items."""
 
 
 class Queues(JoinRegistry):
@@ -27,9 +27,9 @@ class Queues(JoinRegistry):
         self.queues: dict[bytes, deque[Framed]] = {}
         """Never holds an empty queue."""
         self.leased: dict[bytes, int] = {}
-        """By queue: how many items are leased. It counts until there are none, as they may go back."""
+        """Number of leased items, keyed by queue. Such a queue counts even while it is empty: they may go back."""
         self.queue_count: int = 0
-        """Queues that count: those with items, and those of which items are leased."""
+        """Number of queues with items, or with leased ones."""
         self.reserved: dict[bytes, Framed] = {}
         """Information about the server: visible to GET, CHECK and WAIT, read-only, and no keys of the store."""
 

@@ -65,7 +65,7 @@ class Registrations(GroupRegistry):
         self.working = False
         """Whether there is work: cheaper to test than a deque."""
         self.waking: dict[bytes, None] | None = None
-        """Keys that a MULTI_SET wrote and whose waiters deferred work is to wake; None while there is none."""
+        """Keys written by a MULTI_SET whose waiters deferred work has yet to wake; None if there is no such work."""
         self._awaited: int = 0
         """Bytes counted for them."""
         self.departed: deque[Waiter] = deque()
@@ -73,15 +73,15 @@ class Registrations(GroupRegistry):
         self.on_work: Callable[[], object] | None = None
         """Called when the first work is deferred."""
         self.waiters: dict[bytes, dict[Waiter, None]] = {}
-        """By key: who is registered, in order of arrival."""
+        """The registered waiters in order of arrival, keyed by key."""
         self.counters: dict[bytes, Counter] = {}
-        """By key: the waiters for its number."""
+        """The waiters for the number under a key, keyed by key."""
         self.tracked: dict[bytes, KeyList] = {}
-        """By key: the list of keys that names it and for which something is kept; see `SharedRequests`."""
+        """The tracked list that names a key, keyed by key; see `SharedRequests`."""
         self.holes: dict[bytes, int] = {}
-        """By key with many registrations: how many were removed since its dict was built."""
+        """Registrations removed since the dict of a key was built, keyed by key; only for keys with many."""
         self.handoffs: dict[bytes, int] = {}
-        """By queue: the number of hand-offs."""
+        """The number of hand-offs, keyed by queue."""
         self.size: int = 0
         """Bytes counted for the whole store, waiters included."""
         self.parked: int = 0
@@ -91,7 +91,7 @@ class Registrations(GroupRegistry):
         self.on_full: Callable[[int], None] | None = None
         """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
         self.account: Account | None = None
-        """What is counted for whoever changes the store now, if that is limited; see `charge`."""
+        """The account charged for changes of the store at the moment, if it is limited; see `charge`."""
         self._keys_before: int = 0
         self._stored_before: int = 0
         """What was stored when it was charged."""
@@ -150,7 +150,7 @@ class Registrations(GroupRegistry):
     # Size
 
     def _grow(self, growth: int) -> None:
-        """Make sure that the store may grow by so many bytes. Raises LimitError."""
+        """Check that the store may grow by so many bytes. Raises LimitError."""
         if growth > 0 and self.size + growth > self.max_size:
             if self.on_full is None:
                 raise LimitError("budget_bytes", self.size + growth, self.max_size)
@@ -168,7 +168,7 @@ class Registrations(GroupRegistry):
         self._grow(growth)
 
     def charge(self, account: Account | None) -> Account | None:
-        """Count for this account what is stored, or no longer, from now on; return the one before, to be put back."""
+        """Charge further changes to this account; return the previous one, for the caller to put back."""
         before = self.account
         if before is not account:
             keys, stored = self.count_keys(), self.size - self.parked
@@ -182,7 +182,7 @@ class Registrations(GroupRegistry):
         return len(key) + PARKED_BYTES
 
     def _weigh(self, waiter: Waiter, amount: int) -> None:
-        """Count so many bytes more, or less, for a waiter."""
+        """Adjust the bytes charged to a waiter."""
         waiter.weight += amount
         self.parked += amount
         self.size += amount

@@ -45,7 +45,7 @@ the agent stands, and the number of the last call if it is this agent's to time,
 
 
 class Agent:
-    """One agent, as long as a connection represents it and it is not taken for dead."""
+    """One agent, while a connection represents it and it is not considered dead."""
 
     def __init__(self, rounds: "Rounds", name: bytes) -> None:
         self.rounds = rounds
@@ -130,7 +130,7 @@ class Rounds:
         self.most: int = 1
         """How many agents a round needs, and admits: as the last agent that joined has it."""
         self.agents: OrderedDict[bytes, Agent] = OrderedDict()
-        """By name, in the order of their last signs of life."""
+        """The agents in order of their last signs of life, keyed by name."""
         self.group = Group()
         """The agents that gather or, once the round is formed, all that it was formed of."""
         self.waiting = Group()
@@ -237,13 +237,13 @@ class Rounds:
             self.remove(agent)
 
     def close(self) -> None:
-        """Close: no more rounds are formed."""
+        """Close: form no further rounds."""
         if self.closed:
             return
         self.closed = True
         if self.formed:
             self.due.append(Due(self, self.waiting, 1 if self.is_full() else 0))
-        else:  # nobody waits for the next round
+        else:  # no agent waits for the next round
             self.due.append(Due(self, self.group, 0))
 
     def is_full(self) -> bool:
@@ -307,7 +307,7 @@ class Rounds:
         self.due.append(Due(self, self.group, -1))
 
     def _begin_next(self) -> None:
-        """Begin the next round, as nobody of the current one is left: those that wait gather, as many as it admits."""
+        """Begin the next round, as the current one is empty: waiting agents gather, up to its maximum."""
         self.formed = False
         self.round += 1
         self.size -= self._kept

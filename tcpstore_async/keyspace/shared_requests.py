@@ -141,7 +141,7 @@ class SharedRequests(WaiterRegistry):
         self.noting = len(self.tracked) > 0 or self.waking is not None
 
     def note(self, key: bytes) -> None:
-        """Note that a key is about to change: nothing is kept for its list, and those who await it are woken."""
+        """Note that a key is about to change: drop what is kept for its list, and wake its waiters if that is due."""
         self.finish_waking(key)
         listed = self.tracked.get(key)
         if listed is not None:

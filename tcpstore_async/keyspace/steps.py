@@ -19,7 +19,7 @@ UNCUT: Final = 2**62
 """A portion that holds everything: nothing is done in steps."""
 
 _LISTING_PIECE: Final = 1024 * 1024
-"""Bytes from which on no more names are added to a piece of a key listing."""
+"""Size in bytes at which a piece of a key listing is complete."""
 
 _FREED: Final = 8 * 1024 * 1024
 """Bytes that are freed in one step."""

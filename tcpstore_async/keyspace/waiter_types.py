@@ -72,7 +72,7 @@ class Waiter:
         self.handoff: Handoff | None = None
         """The item that it was woken for, until its next command."""
         self.leases: dict[int, tuple[bytes, Framed]] | None = None
-        """By ticket, oldest first: queue and item of each pop that it has not confirmed."""
+        """Queue and item of each unconfirmed pop, oldest first, keyed by ticket."""
         self.joined: tuple[bytes, bytes] | None = None
         """The counter of ranks that it has joined, and the token of the rank that it represents, if it has one."""
         self.weight: int = 0
@@ -84,7 +84,7 @@ class Waiter:
         self.group = None
 
     def skip_suspended(self, queue: bytes) -> bool:
-        """Return whether no item of a queue must be offered now: nobody may come back for it.
+        """Return whether a queue must not offer it an item now, as its connection may never come back.
 
         If so, the waiter has it offered later, with `WaiterRegistry.offer`, unless it leaves.
         """
@@ -152,7 +152,7 @@ class Counter(Group):
         self.targets: list[int] = []
         """A heap of targets; some may have no waiters any more."""
         self.awaiting: dict[int, OrderedDict[Waiter, None]] = {}
-        """By target, its waiters in order of arrival."""
+        """The waiters in order of arrival, keyed by target."""
         self.reaching = False
         """Whether deferred work wakes waiters whose target has been reached, because they are many."""
         self.reached: int = 0

@@ -346,7 +346,7 @@ class WaiterRegistry(Registrations):
             self.wake_next(key, handed_on=True)
 
     def offer(self, key: bytes) -> bool:
-        """Offer an item of a queue for which waiters were passed over, if there is one; True if that woke somebody."""
+        """Offer an item of a queue to waiters that were skipped, if there is one; True if that woke one."""
         length, handoffs = self.queue_len(key), self.handoffs.get(key, 0)
         if key not in self.waiters or length <= handoffs:
             return False

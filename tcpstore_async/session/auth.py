@@ -35,7 +35,7 @@ from .table import Commands, Table
 
 REMOTE: Final = "remote"
 ALL: Final = "all"
-"""Whose sessions have to authenticate: those from other hosts, or all."""
+"""Which sessions must authenticate: those from other hosts, or all."""
 
 
 class Auth:
@@ -46,7 +46,7 @@ class Auth:
         self.authenticate: Callable[[bytes], Access | str] | None = None
         """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
         self.require_auth: str = ""
-        """Whose sessions must present a token or certificate: `REMOTE`, `ALL`, or nobody's."""
+        """Which sessions must present a token or certificate: `REMOTE`, `ALL`, or none if empty."""
         self.granted: dict[Peer, Access | None] = {}
         """Sessions that have authenticated, and what they may do; None for everything."""
         self.usage: dict[str, TokenUsage] = {}
@@ -96,7 +96,7 @@ class Auth:
         return None if access is None else self.usage.get(access.identity)
 
     def forget_unused(self, usage: TokenUsage) -> None:
-        """Forget a token of which there is nothing to count."""
+        """Forget a token that counts nothing."""
         if usage.unused():
             self.usage.pop(usage.identity, None)
 
@@ -145,7 +145,7 @@ class Guards:
                 self.auth.forget_unused(usage)
 
     def end_invalid(self, ended: Callable[[Access], str]) -> bool:
-        """Refuse everything to those whose token is no longer valid; return whether there are any.
+        """Refuse all commands of sessions whose token is no longer valid; return whether there are any.
 
         `ended` returns why that is so, or nothing.
         """

@@ -136,7 +136,7 @@ class Budget(Pins):
         self.charge(0)
 
     def remove(self, share: StoreShare) -> None:
-        """Count a store no more: it has ended, and nothing happens in it again."""
+        """Stop counting a store, which has ended."""
         if self.share is share:
             self.switch(self.root)
         share.keyspace.on_full = None

@@ -23,21 +23,21 @@ _GET: Final = "get"
 
 
 class TokenUsage(Usage):
-    """The same, and the connections of those who have presented the token."""
+    """What the holders of a token have stored, and their connections."""
 
     def __init__(self, access: Access) -> None:
         super().__init__(access.identity, access.max_keys, access.max_bytes)
         self.max_sessions = access.max_sessions
         self.sessions: set[Holder] = set()
         self.suspended: OrderedDict[bytes, None] = OrderedDict()
-        """The links of those of them that have no connection and may come back, in the order in which they lost it."""
+        """Links of such sessions that lost their connection and may resume, in the order in which they lost it."""
 
     def unused(self) -> bool:
         return not (self.guards or self.sessions or self.keys or self.bytes)
 
 
 class Guard:
-    """What stands before the commands of such sessions."""
+    """Checks the commands of sessions with one token."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Guard:
         self.identity = identity
         self.certificate = certificate
         self.sessions: int = 0
-        """How many it stands before."""
+        """How many sessions it checks."""
         self.ended: str = ""
-        """Why the token is no longer valid, if that is so."""
+        """Why the token is no longer valid; empty while it is."""
 
     def wrap(self, command: Command, call: Handler) -> Handler:
         """Return a function that executes a command if it is allowed. Raises NotAllowedError if not."""

@@ -108,7 +108,7 @@ class KeyListCache:
         self.budget.charge(growth)
 
     def release(self) -> None:
-        """Count the lists no more: the store has ended."""
+        """Stop counting the lists: the store has ended."""
         self._charge(-self.size)
 
 
@@ -199,7 +199,7 @@ class _EqualSoFar(PartialRequest):
         return self, -(end + 1)
 
     def _decode(self, known: KeyList, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """Decode what has arrived so far, and go on from there without the known list."""
+        """Decode what has arrived so far, and continue without the known list."""
         keys: list[bytes] = []
         count = len(known.keys)
         cut = take_keys(keys, count, known.raw, PREFIX, self.size, limits)

@@ -150,7 +150,7 @@ class NamedStore(Store):
         self.owners: dict[ServerSession, str] = {}
         """The sessions of its owners, each with its owner's id."""
         self._connected: dict[ServerSession, None] = {}
-        """Of these, those that were not found without a connection; see `look`."""
+        """The owners' sessions not yet found to be without a connection; see `look`."""
         self.ids: set[str] = set()
         """The ids of its owners, and what they share it by."""
         self.sessions: dict[ServerSession, bool] = {}
@@ -162,7 +162,7 @@ class NamedStore(Store):
         self.ended = ""
         """Why it has ended; empty if it has not."""
         self.released: float = NEVER
-        """When its owner has ended it, on the same clock, as long as others may leave by themselves."""
+        """Clock time at which its owner ended it, while the remaining sessions have their grace; else `NEVER`."""
         self.keyspace.on_work = lambda: registry.work_later(self)
         self.keyspace.clock = registry.clock
         self.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
@@ -190,7 +190,7 @@ class NamedStore(Store):
         self._connected[session] = None
 
     def disown(self, session: ServerSession) -> str:
-        """Let a session be an owner's no more; return that owner's id, if it was."""
+        """Dissociate a session from its owner; return the owner's id, or nothing if it had none."""
         self._connected.pop(session, None)
         return self.owners.pop(session, "")
 
@@ -236,21 +236,21 @@ class NamedStores:
         self.instance = instance
         self.identity = decode_identity(unpack(unnamed.keyspace.reserved[SERVER_KEY]))
         self.stores: dict[str, NamedStore] = {}
-        """By name, those that have not ended."""
+        """Live stores, keyed by name."""
         self.ending: dict[NamedStore, bool] = {}
-        """Those that have ended, and that sessions are still in."""
+        """Stores that have ended but still have sessions."""
         self.waiting: dict[str, OrderedDict[ServerSession, Entry]] = {}
-        """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
+        """Sessions that wait for a store, in order of arrival, keyed by its name; some may have given up."""
         self.seeking: dict[str, OrderedDict[ServerSession, Entry]] = {}
-        """By address, those of them that look for a store at it."""
+        """Of these, the ones that look for a store at an address, keyed by address."""
         self.addresses: dict[str, dict[NamedStore, bool]] = {}
-        """By address, the stores that are found at it."""
+        """Stores found at an address, keyed by address."""
         self.of_port: dict[str, dict[NamedStore, bool]] = {}
-        """By port, the stores whose names end with it."""
+        """Stores whose names end with a port, keyed by port."""
         self.entries: dict[ServerSession, Entry] = {}
-        """By session, what it waits for, or has waited for when it gave up."""
+        """What each session waits for, or waited for when it gave up."""
         self.ended: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        """By incarnation, the name of a store, and why it has ended; the last ones only."""
+        """Name of a store and why it ended, keyed by incarnation; the latest ones only."""
         self.created: int = 0
         """How many stores there were so far."""
         self.to_work: OrderedDict[NamedStore, bool] = OrderedDict()
@@ -267,7 +267,7 @@ class NamedStores:
         self.on_created: Callable[[NamedStore], object] | None = None
         """Called with each new store."""
         self.ports: dict[str, NamedStore] = {}
-        """By port, in decimal, the stores that have one."""
+        """Stores with a port of their own, keyed by that port in decimal."""
         self.open_port: Callable[[NamedStore], int | str] | None = None
         """Has the server listen for a store; returns the port, or why there is none."""
         self.close_port: Callable[[NamedStore], object] | None = None
@@ -425,7 +425,7 @@ class NamedStores:
         return f"the store {spelled(name)!r} ended" + (f": {why}" if why else "")
 
     def _absent(self, entry: Entry) -> Framed:
-        """Return the reply to a session for which there is no store, and that does not wait."""
+        """Return the reply to a session that does not wait and whose store does not exist."""
         others = self.of_port.get(_port(entry.name), {})
         access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
         shown = (
@@ -481,7 +481,7 @@ class NamedStores:
         return "" if len(names) != 1 or (access is not None and access.store) else names.pop()
 
     def _telling(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the addresses at which there is exactly one store."""
+        """Return the addresses at which there is exactly one store."""
         return tuple(address for address in addresses if len(self.addresses.get(address, ())) == 1)
 
     def _port_for(self, entry: Entry, store: NamedStore) -> tuple[int, str]:
@@ -570,7 +570,7 @@ class NamedStores:
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
-        session.put_into(store)
+        session.move_to(store)
         store.sessions[session] = True
         if not entry.owner:
             return
@@ -620,7 +620,7 @@ class NamedStores:
         session.fire(reply)
 
     def _end(self, store: NamedStore, why: str) -> None:
-        """Let nobody enter a store any more. Its name is free."""
+        """Close a store to further sessions, and free its name."""
         store.ended = why
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
@@ -646,7 +646,7 @@ class NamedStores:
             self._free(store)
 
     def _free(self, store: NamedStore) -> None:
-        """Release what a store holds that nobody is in any more."""
+        """Release what a store without sessions holds."""
         if not self.ending.pop(store, False):
             return
         keyspace = store.keyspace

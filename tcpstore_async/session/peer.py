@@ -58,7 +58,7 @@ class Peer(Holder):
         self.input_buffer: bytearray | None = None
         """Bytes that are not decoded yet."""
         self.need: int = 0
-        """The length of `input_buffer` from which decoding can go on; 0 if it waits for something else."""
+        """Length of `input_buffer` at which decoding can continue; 0 if it waits for something else."""
         self.owner: object = owner
         """Its `Transport`, on a server; None after `leave`."""
         self.host = host

@@ -41,7 +41,7 @@ class ServerSession(Session):
         store = self.store
         keyspace = store.keyspace
         budget = store.budget
-        if keyspace is not budget.keyspace:
+        if keyspace is not budget.keyspace:  # something happened in another store last
             budget.switch(store.share)
         elif keyspace.size != budget.seen:
             budget.attribute()
@@ -55,11 +55,12 @@ class ServerSession(Session):
         at = held = 0
         if (keyspace.working or self.running is not None) and not self._finish_before(store, chunk):
             return
-        if self.unsent > high_water:
+        if self.unsent > high_water:  # even if the chunk is empty: what was kept back waits for the peer to read
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
             if keyspace.working and keyspace.postpones(self):
+                # It must not see its next reply before the wake-up that earlier writes owe it.
                 self.running = Running(keyspace.until_not_postponed(self))
                 self._keep_until_done(chunk, at)
                 return
@@ -67,7 +68,7 @@ class ServerSession(Session):
             partial = self.partial
             if partial is None:
                 slot = self.table[chunk[at]]
-                if slot is None:
+                if slot is None:  # not sent in this store before, or refused
                     slot = self._missing(chunk[at])
                 self.slot = slot
                 result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
@@ -78,7 +79,7 @@ class ServerSession(Session):
                 if stop == 0 and result is partial:  # a link stopped early, within its first frame
                     self._stall(chunk, 0)
                     return
-            if stop < 0:
+            if stop < 0:  # incomplete: -stop bytes are needed
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
@@ -97,7 +98,7 @@ class ServerSession(Session):
                 else:
                     out.append(result)
                     self.unsent += len(result)
-            if handoff is not None:
+            if handoff is not None:  # this command took the item that the session was woken for, or left it
                 store.keyspace.end_handoff(self, handoff)
             if self.unsent > high_water:
                 self._stall(chunk, at)
@@ -106,7 +107,7 @@ class ServerSession(Session):
             self._account()
 
     def _join_kept(self, chunk: bytes) -> bytes | None:
-        """Return the bytes that were kept and those that follow; None if they do not suffice, and are kept too."""
+        """Return the kept bytes and `chunk`; None if they do not suffice, and `chunk` is kept too."""
         kept = self.input_buffer
         assert kept is not None
         if len(kept) + len(chunk) < self.need:
@@ -117,7 +118,7 @@ class ServerSession(Session):
         return b"".join([kept, chunk])
 
     def _finish_before(self, store: Store, chunk: bytes) -> bool:
-        """Do what has to precede the next command: work that concerns this session, and the rest of the last command.
+        """Do what must precede the next command: work that concerns this session, and the rest of the last command.
 
         Returns whether commands follow now; if not, `chunk` has been dealt with.
         """
@@ -147,7 +148,7 @@ class ServerSession(Session):
         return result, stop
 
     def _begin_steps(self, keyspace: Keyspace, handoff: Handoff | None, chunk: bytes, at: int, size: int) -> bool:
-        """Begin with the rest of a command that is carried out in steps, whose request has `size` bytes.
+        """Begin the rest of a command that is carried out in steps, whose request has `size` bytes.
 
         Returns whether it is done, so that others follow now; if not, the rest of `chunk` is held back.
         """
@@ -181,7 +182,7 @@ class ServerSession(Session):
         return partial if isinstance(partial, LargeValue) and self.input_buffer is None else None
 
     def stalled(self) -> bool:
-        """Whether requests are held back until replies have been sent; `receive(b"")` goes on with them.
+        """Whether requests are held back until replies have been sent; `receive(b"")` continues with them.
 
         While a command is `running`, `receive(b"")` continues it whatever is unsent.
         """
@@ -261,7 +262,7 @@ class ServerSession(Session):
             raise LimitError("budget_bytes", size, most)
 
     def _suspend(self, partial: PartialRequest | None, chunk: bytes, at: int, need: int) -> None:
-        """Keep what an incomplete request needs to go on."""
+        """Keep what decoding an incomplete request needs later."""
         if partial is not None:
             self.partial = partial
             at = partial.at

@@ -93,7 +93,7 @@ class Session(Peer):
         return "VALIDATE" if self.table is self.store.handshake else "AUTH"
 
     def plain_refused(self) -> NotAllowedError:
-        """Return the error of a session whose peer does not use TLS, and has to; tell the peer."""
+        """Return the error for a peer that must use TLS and does not; tell the peer."""
         self._alert()
         return NotAllowedError(
             "it uses plain TCP, but the server was started with --require-tls; use tcps://, or a relay"
@@ -105,11 +105,11 @@ class Session(Peer):
         self.unsent += len(MISMATCH)
 
     def _stranger(self, what: str) -> NotAllowedError:
-        """Return the error of a session that has not authenticated, and has to."""
+        """Return the error for a session that must authenticate and has not."""
         return NotAllowedError(authentication_required(what, self.store.hub.auth.authenticate is None))
 
-    def put_into(self, store: Store) -> None:
-        """Go on in another store. What the session has written in the one before is nobody's share any more."""
+    def move_to(self, store: Store) -> None:
+        """Move the session to another store. What it wrote in the previous one counts for no session any longer."""
         before = self.store
         self.heard_at = NEVER
         authenticated = before.hub.auth.granted
@@ -127,7 +127,7 @@ class Session(Peer):
         self.table = store.guards.table_of(self)
 
     def came_back(self) -> None:
-        """Its link has a connection again."""
+        """Note that its link has a connection again."""
         on_return = self.store.hub.on_return
         if on_return is not None:
             on_return(self)
@@ -187,7 +187,7 @@ class Session(Peer):
             self._relieve()
 
     def _account(self) -> None:
-        """Count what is held of unfinished requests. Raises LimitError."""
+        """Update the bytes counted for unfinished requests. Raises LimitError."""
         held = 0 if self.input_buffer is None else _BUFFER_BYTES + len(self.input_buffer)
         if self.partial is not None:
             held += self.partial.held()
@@ -227,7 +227,7 @@ class Session(Peer):
                 store.keyspace.free_later(running.request)
 
     def _expect_nothing(self) -> None:
-        """Await VALIDATE, and authentication, no more."""
+        """Stop awaiting VALIDATE and authentication."""
         hub = self.store.hub
         if self in hub.unvalidated:
             del hub.unvalidated[self]  # compiled, `pop` costs twice as much

@@ -30,14 +30,14 @@ class Slot:
         self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
         self._unwatched: list[Handler] = []
-        """The handlers without the watchers' wrapper while somebody watches: `call`, and that of shared keys."""
+        """The handlers without the watchers' wrapper (`call`, and that of shared keys) while watched; else empty."""
 
     def executing(self) -> Handler:
         """Return the function that executes the command, without the watchers' wrapper."""
         return self._unwatched[0] if self._unwatched else self.call
 
     def executing_shared(self) -> Handler:
-        """Do the same for lists of keys that many send, of a command that has them."""
+        """Return the same function for shared lists of keys."""
         request = self.request
         assert isinstance(request, SharedKeys)
         return self._unwatched[1] if self._unwatched else request.call

@@ -59,7 +59,7 @@ class Hub(Commands):
         self.unvalidated: OrderedDict[Peer, bool] = OrderedDict()
         """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
         self.unvalidated_on_links: OrderedDict[Peer, bool] = OrderedDict()
-        """The same for sessions on links."""
+        """Sessions on links that have not sent VALIDATE, oldest first."""
         self.on_leave: Callable[[Any], object] | None = None
         """Called with each session that leaves."""
         self.on_return: Callable[[Any], object] | None = None
@@ -71,7 +71,7 @@ class Hub(Commands):
         self.register("list_keys", lambda store: store.list_keys)
 
     def watch(self, watcher: Watcher) -> None:
-        """Have each command in any store noted from now on. Nothing is called for that while nobody watches."""
+        """Have each command in any store noted from now on. Without watchers, nothing is called for it."""
         self.watchers.append(watcher)
         if len(self.watchers) == 1:
             for store in self.stores:
@@ -88,7 +88,7 @@ class Hub(Commands):
                         slot.unwatch()
 
     def end_invalid(self, ended: Callable[[Access], str]) -> None:
-        """Refuse everything to those whose token is no longer valid, and have their connections closed in portions.
+        """Refuse all commands of sessions whose token is no longer valid, and close their connections in portions.
 
         `ended` returns why that is so, or nothing.
         """
@@ -166,7 +166,7 @@ class Store(Table):
         self.joins: int = 0
         """How many ranks the owner of this store expects to join, if it has one."""
         self.over = False
-        """Whether the owner expected ranks, and expects no more: the round is over."""
+        """Whether the owner expected ranks and no longer does: the round is over."""
         self._listing: KeyListing | None = None
         """The reply to LIST_KEYS that is being made in steps."""
         hub.stores[self] = None
@@ -210,7 +210,7 @@ class Store(Table):
     def join(self, session: Peer, key: bytes, token: Framed) -> int:
         """See `Keyspace.join`. Raises ProtocolError for a token that is too long, and when the round is over.
 
-        A rank that was counted then would stay on a server that nobody else of its round will use.
+        A rank counted then would stay on a server that no other rank of its round will use.
         """
         if len(token) > _MAX_TOKEN:
             raise ProtocolError(f"JOIN with a token of {len(token) - PREFIX} bytes (max {_MAX_TOKEN - PREFIX})")

@@ -3,7 +3,7 @@
 Sessions, the keyspace and features execute commands; a table finds them by the names of their methods. It must not know
 what they do.
 
-Invariant: a table is filled as commands arrive, so a store costs nothing for those that nobody sends.
+Invariant: a table is filled as commands arrive, so commands that are never sent cost a store nothing.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Commands:
         self.features: dict[str, Feature] = {}
         """By method, what makes the handlers of commands that keyspaces do not execute."""
         self.tallies: list[Tally] = [Tally() for _ in range(256)]
-        """By opcode."""
+        """Executions of each command, indexed by opcode."""
         self.watchers: list[Watcher] = []
 
     def register(self, method: str, feature: Feature) -> None:
@@ -52,7 +52,7 @@ class Table:
         self.keyspace = keyspace
         self.key_lists = key_lists
         self.name: str = ""
-        """Of the store; the root has none."""
+        """Name of the store; empty for the root."""
         self.serving: Peer | None = None
         """The session whose command is being executed."""
         self.observer: Observer | None = None

@@ -49,7 +49,7 @@ _REASONS: Final = (
     ("ALERT_UNEXPECTED_MESSAGE", "the peer does not use TLS"),
     ("UNEXPECTED_MESSAGE", "the peer sent something that is not TLS"),
 )
-"""Parts of OpenSSL's names of errors, and what they mean to whoever reads the log."""
+"""Parts of OpenSSL's error names, and what they mean to the reader of the log."""
 
 _FINAL: Final = (
     "CERTIFICATE",
@@ -103,7 +103,7 @@ class TlsStream:
         """Whether the connection brings no more. OpenSSL is not told: it would send an alert, not what follows."""
         self.established = False
         self.ended = False
-        """Whether the peer sends no more, as far as it has been read."""
+        """Whether the end of what the peer sends has been read."""
         self.readable = False
         """Whether there may be something to read without further ciphertext; if not, OpenSSL has read all it got."""
 
@@ -121,7 +121,7 @@ class TlsStream:
         self.readable = True
 
     def _refill(self) -> bool:
-        """Give OpenSSL more of what has been fed; return False if there is no more.
+        """Pass fed data on to OpenSSL; return False if none is left.
 
         Little at a time: its buffers never shrink.
         """
@@ -146,7 +146,7 @@ class TlsStream:
         return self._outgoing.pending > 0
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; return whether it is complete. There may be output, also after an error.
+        """Continue the handshake; return whether it is complete. There may be output, even after an error.
 
         Raises TlsError, and ConnectionError if the peer closed the connection.
         """

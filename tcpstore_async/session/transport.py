@@ -30,7 +30,7 @@ class Transport(Owner):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Read no more, and close once the peer has been sent the replies that are unsent."""
+        """Stop reading, and close once all unsent replies are sent."""
         self.close()
 
     def leave(self, broken: bool) -> None:
@@ -49,7 +49,7 @@ class Transport(Owner):
         raise NotImplementedError
 
     def resumed(self) -> None:
-        """Go on soon with what the session, which comes from another connection, has kept back."""
+        """Schedule the requests that the session, which comes from another connection, has held back."""
         raise NotImplementedError
 
     def awaited_since(self) -> float:
@@ -72,7 +72,7 @@ class Keeper(Transport):
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
+        """Give up the broken connection, and wait for the next one until the grace period ends."""
         raise NotImplementedError
 
     def forget(self) -> None:

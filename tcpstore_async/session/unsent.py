@@ -26,7 +26,7 @@ _COPIED: Final = 64
 """Pieces shorter than this are copied into chunks: an object for each would cost many times its bytes."""
 
 CHUNK: Final = 32 * 1024
-"""Length of a chunk from which on no more is added to it."""
+"""Length at which a chunk is complete."""
 
 PIECES: Final = 256
 """Most pieces in one write."""
