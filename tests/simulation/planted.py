@@ -387,7 +387,7 @@ LINKED: dict[str, Plant] = {
         _instead(lambda passed, queue: False),
     ),
     "what a session was passed over for is not offered": (SkippedQueues, "offer_some", _instead(_forgets_offers)),
-    "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
+    "credit is not returned": (LinkedSession, "_allow_or_close", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkWork, "end_later", _instead(lambda registry, link: None)),
     "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
