@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from marks import exhaustive
 from support import LIMIT
 
 pytestmark = [
@@ -76,7 +77,7 @@ def test_what_is_not_compiled_is_plain_python(tmp_path: Path, source: Path, env:
     }
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", exhaustive("false")])
 def test_what_must_be_compiled_and_cannot_be_is_an_error(tmp_path: Path, source: Path, compiler: str) -> None:
     env = {"TCPSTORE_PURE": "0", "CC": compiler}
     built = pip(tmp_path, "wheel", "--no-build-isolation", "--wheel-dir=wheels", str(source), **env)

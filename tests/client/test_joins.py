@@ -33,6 +33,8 @@ from tcpstore_async.stores.rank import Rank
 from tcpstore_async.wire.commands import JOINS_KEY
 from tcpstore_async.wire.values import pack
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
 

@@ -21,7 +21,6 @@ from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
-from tcpstore_async.serving import build
 from tcpstore_async.session.server import ServerSession
 
 MIB = 1 << 20
@@ -167,7 +166,7 @@ class Defect(Exception):
     """An injected error."""
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
+@pytest.mark.interpreted("compiled methods are not looked up")
 @pytest.mark.parametrize("method", ["receive", "resume_reading"])
 async def test_an_internal_error_of_one_connection_does_not_lose_events_of_others(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ import json
 import random
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import GIB, Limits
@@ -40,7 +41,6 @@ from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed
-from .shrinking import fewest
 
 INSTANCE = "the server"
 RANKS = 4
@@ -634,8 +634,17 @@ STEPS = {
 }
 
 
-def chosen(seed: int) -> tuple[int, list[Step], int]:
-    """Return the run that a seed chooses: the number of links, the steps, and the portion of the server's work."""
+class Schedule(NamedTuple):
+    """What happens."""
+
+    links: int
+    portion: int
+    """Portion of the server's work."""
+    steps: list[Step]
+
+
+def chosen(seed: int) -> Schedule:
+    """Return the schedule that a seed chooses."""
     rng = random.Random(seed)
     links = rng.choice([1, 1, 2, 3])
     names = rng.sample(NAMES, rng.choice([1, 2, 3]))
@@ -671,13 +680,13 @@ def chosen(seed: int) -> tuple[int, list[Step], int]:
         elif kind == "intrude":
             count = rng.randrange(3)
         steps.append((kind, number, commands, count))
-    return links, steps, rng.choice([1, 2, 3, 1000])
+    return Schedule(links, rng.choice([1, 2, 3, 1000]), steps)
 
 
-def run(links: int, steps: Sequence[Step], portion: int, every: int = 20) -> LinkedFleet:
-    """Run steps, and check all invariants after every so many. Raises what is wrong."""
-    fleet = LinkedFleet(links, portion=portion)
-    for at, step in enumerate(steps):
+def run(schedule: Schedule, every: int = 20) -> LinkedFleet:
+    """Run a schedule, and check all invariants after every so many steps. Raises what is wrong."""
+    fleet = LinkedFleet(schedule.links, portion=schedule.portion)
+    for at, step in enumerate(schedule.steps):
         fleet.apply(step)
         if at % every == every - 1:
             fleet.check()
@@ -685,15 +694,10 @@ def run(links: int, steps: Sequence[Step], portion: int, every: int = 20) -> Lin
     return fleet
 
 
-def fault(links: int, steps: Sequence[Step], portion: int) -> Exception | None:
+def fault(schedule: Schedule) -> Exception | None:
     """Return what is wrong, if anything, with a look after every step."""
     try:
-        run(links, steps, portion, 1)
+        run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(links: int, steps: list[Step], portion: int) -> list[Step]:
-    """Return a short sequence of steps that still fails."""
-    return fewest(steps, lambda some: fault(links, some, portion) is not None)

@@ -13,7 +13,9 @@ from faults.fault_helpers import program
 from relay.relayed import OUR_SERVERS_BEHIND_RELAYS, RELAYS, RelayedTarget, Relays
 
 
-@pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=["uv", pytest.param("threaded", marks=[pytest.mark.exhaustive, pytest.mark.interpreted])]
+)
 def backend(request: pytest.FixtureRequest) -> str:
     return playable(request.param)
 
@@ -35,6 +37,7 @@ def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
     play_to_a_new_server(script, our_servers, threads=backend == "threaded")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
 def test_torch_server(script: Script, torch_servers: Relays) -> None:
     with RelayedTarget(torch_servers) as target:

@@ -23,6 +23,8 @@ from tcpstore_async.relay.process import RelayProcess
 from tcpstore_async.server.master import host
 from tcpstore_async.server.systemd import Manager, activated_fd, supervised
 
+pytestmark = pytest.mark.interpreted
+
 TCPSTORE = [sys.executable, "-m", "tcpstore_async"]
 
 KINDS = [["serve"], ["serve", "--backend", "threaded"], ["relay", "--upstream", "tcp://127.0.0.1:1"]]

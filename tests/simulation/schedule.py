@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from properties.shrinking import fewest
 from simulation.world import LEASED, Step, World
 
 KEYS = [b"/a", b"/b", b"/n"]
@@ -194,10 +193,3 @@ def fault(schedule: Schedule) -> Exception | None:
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(schedule: Schedule) -> Schedule:
-    """A part of the schedule that still fails, from which no step can be left out."""
-    return schedule._replace(
-        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
-    )

@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple
 
 from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
-from properties.shrinking import fewest
 from simulation.world import ENCODERS
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
@@ -654,10 +653,3 @@ def fault(schedule: Schedule) -> Exception | None:
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(schedule: Schedule) -> Schedule:
-    """Return a part of the schedule that still fails, from which no step can be left out."""
-    return schedule._replace(
-        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
-    )

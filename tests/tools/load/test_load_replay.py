@@ -369,7 +369,6 @@ def test_a_replay_with_more_connections_than_open_files(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.measured
 @pytest.mark.parametrize(
     ("patched", "value", "said"),
     [
@@ -392,7 +391,6 @@ def test_a_limit_ends_a_replay_before_it_is_prepared(
     replay_limits.check_limits(recording, 1, 0)
 
 
-@pytest.mark.measured
 def test_a_connection_that_was_closed_at_once_counts() -> None:
     recording = Recording()
     recording.connections = [Connection(recording, number, 1.0) for number in range(3)]

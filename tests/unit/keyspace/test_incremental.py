@@ -12,7 +12,6 @@ from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import ParkOnKeys
 from tcpstore_async.keyspace.queues import MAX_LEASES
-from tcpstore_async.serving import build
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -327,7 +326,7 @@ def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(t
     assert heard(waiting) == (b"" if taken else b"\0")
 
 
-@pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
+@pytest.mark.interpreted("no method of a compiled class can be replaced")
 def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
     store = Store(Limits())
     other = greeted(store)

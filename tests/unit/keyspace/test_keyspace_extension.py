@@ -710,6 +710,7 @@ def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace
     assert keyspace.join(waiter(store), b"k", b"") == 1
 
 
+@pytest.mark.unmeasured
 def test_a_forked_process_forgets_all_waiters(store: Store, keyspace: Keyspace) -> None:
     """Those with many stale registrations too."""
     session = waiter(store)
