@@ -18,6 +18,6 @@ def exhaustive(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def chosen(cases: Iterable[tuple[object, ...]], some: Collection[tuple[object, ...]]) -> list[Any]:
-    """Leave all cases but some to `make test-exhaustive`."""
-    return [case if case in some else exhaustive(*case) for case in cases]
+def thinned(cases: Iterable[tuple[object, ...]], kept: Collection[tuple[object, ...]]) -> list[Any]:
+    """Leave all cases but those kept to `make test-exhaustive`."""
+    return [case if case in kept else exhaustive(*case) for case in cases]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from marks import chosen
+from marks import thinned
 from support import LIMIT, RawPeer, tcpstore_relay, tcpstore_server
 from tcpstore_async.server.backends import BACKENDS
 from versions import VERSION
@@ -69,7 +69,7 @@ SCENARIOS = ["group", "group_with_store_barrier", "group_with_debug", "group_wit
 
 @pytest.mark.parametrize(
     ("run", "scenario", "world"),
-    chosen(
+    thinned(
         product([*BACKENDS, "relays"], SCENARIOS, [2, 4]),
         [
             *product(["uv"], SCENARIOS, [4]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from marks import chosen, exhaustive
+from marks import exhaustive, thinned
 from support import tcpstore_server
 
 Results = Callable[..., list[Any]]
@@ -143,7 +143,7 @@ def test_two_jobs_on_one_running_server(results: Results, client: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("client", "way"), chosen(product(CLIENTS, WAYS_TO_ASK), [("native", WAYS_TO_ASK[0]), ("python", WAYS_TO_ASK[1])])
+    ("client", "way"), thinned(product(CLIENTS, WAYS_TO_ASK), [("native", WAYS_TO_ASK[0]), ("python", WAYS_TO_ASK[1])])
 )
 def test_the_backend_that_was_asked_for(results: Results, client: str, way: dict[str, Any]) -> None:
     assert results("backend", 1, "env", install={"client": client}, **way) == [[False, "threaded"]]
