@@ -86,7 +86,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leave what all tests have in common out of every garbage collection: else each takes a third of a second."""
+    """Exclude what all tests share from garbage collections: else each takes a third of a second."""
     gc.disable()
     yield
     gc.collect()
@@ -117,7 +117,7 @@ def pytest_report_header() -> str:
 
 
 class _Errors(logging.Handler):
-    """What a loop logs because there is nobody to raise it to."""
+    """Collect what a loop logs because it has no caller to raise it to."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -145,7 +145,7 @@ def _no_loop_errors(_loop_errors: _Errors) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left(_loop_errors: _Errors) -> Iterator[None]:
-    """Collect what a module left, so that it is that module that fails."""
+    """Collect what a module left, so that this module fails and not a later one."""
     yield
     gc.collect()
     texts = "\n".join(_loop_errors.texts)
@@ -155,14 +155,14 @@ def _nothing_left(_loop_errors: _Errors) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def module_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the servers of a module's tests have their admin sockets, those of this process and of its children."""
+    """The folder of the admin sockets of a module's servers, in this process and its children."""
     with pytest.MonkeyPatch.context() as patch:
         yield _sockets_below(tmp_path_factory.mktemp("run"), patch)
 
 
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same for one test; nothing is there yet."""
+    """The same for one test; the folder does not exist yet."""
     private = tmp_path / "run"
     private.mkdir(mode=0o700)
     return _sockets_below(private, monkeypatch)

@@ -1,4 +1,4 @@
-"""Runs schedules by the number, and shows what fails as short as it gets.
+"""Run many schedules, and shrink and show those with a finding.
 
     python tests/simulation/run.py --schedules 1000000              sessions in memory, seeds 0 to 999,999
     python tests/simulation/run.py --kind real --schedules 10000    the real clients on a stage
