@@ -70,8 +70,7 @@ def folder_of(path: Path) -> str:
 def marks_of(path: Path) -> set[str]:
     """Return the marks of all tests of a file, which is not imported for that."""
     own = re.search(r"^pytestmark = .*", path.read_text(), re.MULTILINE)
-    marks = {*FOLDERS[folder_of(path)].split(), *(re.findall(r"\bmark\.(\w+)", own[0]) if own else ())}
-    return marks - {"compiled"} if "interpreted" in marks else marks
+    return {*FOLDERS[folder_of(path)].split(), *(re.findall(r"\bmark\.(\w+)", own[0]) if own else ())}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -79,9 +78,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = config.option.markexpr
     if collection_path.suffix != ".py" or wanted not in ("not slow", "compiled"):
         return None
-    return (
-        ("slow" in marks_of(collection_path)) if wanted == "not slow" else ("compiled" not in marks_of(collection_path))
-    )
+    marks = marks_of(collection_path)
+    ignored = "slow" in marks if wanted == "not slow" else "compiled" not in marks or "interpreted" in marks
+    return ignored or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,8 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         interpreted = item.get_closest_marker("interpreted")
         if interpreted and interpreted.args and WANTED == "compiled":
             item.add_marker(pytest.mark.skip(reason=interpreted.args[0]))
-        for mark in marks_of(item.path) - ({"compiled"} if interpreted else set()):
-            item.add_marker(mark)
+        for mark in FOLDERS[folder_of(item.path)].split():
+            if mark != "compiled" or not interpreted:
+                item.add_marker(mark)
     order = list(FOLDERS)
     items.sort(key=lambda item: order.index(folder_of(item.path)))
     if "exhaustive" not in config.option.markexpr:

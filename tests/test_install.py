@@ -13,12 +13,7 @@ import pytest
 from marks import exhaustive
 from support import LIMIT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("TCPSTORE_TEST_BUILD") == "compiled", reason="what is installed is not what this run tests"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted("what is installed is not what this run tests")]
 
 ROOT = Path(__file__).parent.parent
 SAY = "from tcpstore_async import serving; print(serving.build(), serving.__file__)"

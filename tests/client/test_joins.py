@@ -325,7 +325,7 @@ def resetting(port: int, times: int) -> Link:
     return link
 
 
-@pytest.mark.parametrize("who", ["reset once", "forked"])
+@pytest.mark.parametrize("who", ["reset once", pytest.param("forked", marks=pytest.mark.unmeasured)])
 def test_a_rank_is_known_by_all_its_connections(port: int, who: str) -> None:
     """So that its later connections also get the grace period when the owner ends."""
     with ThreadPoolExecutor(2) as threads:
