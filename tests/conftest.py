@@ -50,7 +50,7 @@ FOLDERS = {
     "tools": "slow measured",
     "tls": "slow compiled measured",
     ".": "unmeasured",
-    "simulation": "compiled repeated unmeasured",
+    "simulation": "compiled repeated",
     "bench": "slow",
     "names": "slow",
 }
