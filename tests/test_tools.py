@@ -96,6 +96,11 @@ def test_every_mutation_of_the_core_is_python_and_a_change() -> None:
             assert ast.dump(ast.parse(one.applied(source))) != tree
 
 
+def test_what_is_mutated_exists() -> None:
+    """Else what was renamed would be left out without a word."""
+    assert [name for name in mutate.CORE if not (ROOT / "tcpstore_async" / name).exists()] == []
+
+
 def test_the_index_of_the_benchmarks_is_complete() -> None:
     """A listing tells a reader little: the package's docstring says what each is for."""
     index = ast.get_docstring(ast.parse((ROOT / "bench" / "__init__.py").read_text())) or ""
