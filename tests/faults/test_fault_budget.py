@@ -141,11 +141,13 @@ async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptu
         good, talking = await asyncio.open_connection("127.0.0.1", server.port)
         talking.write(HANDSHAKE + b"\x0dpong")
         assert await good.readexactly(4) == b"pong"
-        with suppress(ConnectionError):
-            assert await silent[0][0].read() == b""
+        # Which one goes is open: TCP_DEFER_ACCEPT holds connections without data back, and releases them in no order.
+        closing = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        await asyncio.wait(closing, return_when=asyncio.FIRST_COMPLETED)
         assert "had not sent VALIDATE" in caplog.text
         for _, writer in (*silent, (good, talking)):
             writer.close()
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 async def test_the_kernel_asks_after_silent_peers() -> None:
