@@ -460,7 +460,7 @@ class Poll:
 def _connect(
     host: str, port: int, attempt: Any, pings: bool, token: bytes, tls: object, name: object, asks: bool
 ) -> tuple[socket.socket, ClientSession]:
-    """Replace `connect._try_in_this_thread`."""
+    """In place of `connect._try_in_this_thread`."""
     peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
     hello, call = session.hello(PID)
@@ -575,7 +575,7 @@ class Transport(asyncio.Transport):
 
 
 async def _try(host: str, port: int, pings: bool, token: bytes, tls: object, name: object) -> tuple[Any, ClientSession]:
-    """Replace `connect._try`."""
+    """In place of `connect._try`."""
     peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
     hello, call = session.hello(PID)
