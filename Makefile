@@ -77,9 +77,9 @@ test-compiled: .venv/.test .venv/.torch build/compiled/.made
 # Any finding is an error, and so is a planted defect that is not found.
 SCALE ?= 1
 .PHONY: simulate
-simulate: .venv/.test .venv/.torch build/compiled/.made
+simulate: .venv/.test build/compiled/.made
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/simulation/run.py --scale $(SCALE)
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/simulation/test_planted.py
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/simulation/test_planted.py $(ARGS)
 
 # make check runs these tests too where there is a Chromium.
 CHROMIUM := /usr/bin/chromium
