@@ -15,8 +15,6 @@ WORKERS := $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 # Tests start hundreds of Python processes: none of them is to compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-# The tests of the store: those of tcpstore_async/tools have a target, and a job, of their own.
-STORE := --ignore=tests/tools
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
 COMPILED := $(CURDIR)/build/compiled
@@ -38,6 +36,7 @@ help:
 	@echo "make test-tools  the tests of tcpstore_async/tools, which nothing of the store imports"
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
+	@echo "make simulate  random schedules of every kind, on the compiled build, and the planted defects: half an hour on two cores (SCALE=0.1: a tenth)"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
@@ -56,10 +55,10 @@ help:
 demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torch)
 	@PYTHONPATH="$(COMPILED)" $(BIN)/python demo $(if $(filter 0,$(TORCH)),--torch 0)
 
-# What is slow, and what compiling can change: tests/conftest.py.
+# What the marks mean: pyproject.toml. Which folders have them: tests/conftest.py.
 .PHONY: test test-all test-exhaustive test-tools
 test: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(STORE) -m "not slow" $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "not slow" $(ARGS)
 
 test-tools: .venv/.test .venv/.torch
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/tools $(ARGS)
@@ -73,7 +72,14 @@ test-exhaustive: .venv/.test .venv/.torch
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
 test-compiled: .venv/.test .venv/.torch build/compiled/.made
-	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) $(STORE) -m "compiled" $(ARGS)
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
+
+# Any finding is an error, and so is a planted defect that is not found.
+SCALE ?= 1
+.PHONY: simulate
+simulate: .venv/.test build/compiled/.made
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/simulation/run.py --scale $(SCALE)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/simulation/test_planted.py $(ARGS)
 
 # make check runs these tests too where there is a Chromium.
 CHROMIUM := /usr/bin/chromium
@@ -89,22 +95,23 @@ $(CHROMIUM):
 AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_cache/v/cache/lastfailed"))) <= 3' && \
 	echo "Trying what failed once more, alone." && $(BIN)/pytest -n 0 --last-failed
 
-# One processor compiles while the other installs, lints and tests.
+# What is slow or repeated runs on one build: the compiled one, if compiling can change it. One processor compiles while
+# the other installs, lints and tests.
 .PHONY: check
 check: .venv/.made
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(MAKE) build/compiled/.made & compiling=$$!; \
-	$(MAKE) lint && { $(MAKE) test-all ARGS='$(STORE) -m "not repeated" $(ARGS)' || \
+	$(MAKE) lint && { $(MAKE) test-all ARGS='--ignore=tests/tools -m "not (compiled and (slow or repeated))" $(ARGS)' || \
 		{ export TCPSTORE_TEST_BUILD=interpreted; $(AGAIN); }; }; status=$$?; \
 	wait $$compiling && exit $$status
 	@$(MAKE) test-compiled || { export TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)"; $(AGAIN); }
 
-# The fast tests, and those slow ones in whose own process something of PyTorch or of the command line is tried; none that
-# forks (MEASURED in tests/conftest.py). MINIMUMS=--write takes what was measured as the new minimums.
+# Coverage holds a lock while it begins with another file: a child forked at that moment hangs, and so does a process whose
+# signal handler raises then. Such tests are `unmeasured`. MINIMUMS=--write takes what was measured as the new minimums.
 .PHONY: coverage
 coverage: .venv/.test .venv/.torch
 	@mkdir -p build
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "measured" --cov --cov-report=term:skip-covered \
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "(not slow or measured) and not unmeasured" --cov --cov-report=term:skip-covered \
 		--cov-report=json:build/coverage.json $(ARGS)
 	$(BIN)/python tools/coverage_minimums.py build/coverage.json $(MINIMUMS)
 

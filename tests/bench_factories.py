@@ -1,4 +1,4 @@
-"""Runs of the benchmark that nobody measured."""
+"""Invented runs of the benchmark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
 
 
 def operations(walls: dict[str, float], *, control: bool = True, rounds: int = 3) -> Run:
-    """Ours takes so many seconds for each operation of 64 clients, the reference and the control take one."""
+    """Return a run: ours takes this many seconds per operation of 64 clients, the reference and the control one."""
     measured: list[Sample] = []
     for name, wall in walls.items():
         for server in ("uvloop", "libuv", "control") if control else ("uvloop", "libuv"):

@@ -1,4 +1,4 @@
-"""Which build of the package the tests find.
+"""Find out which build of the package the tests import.
 
 Knows: what setup.py compiles, where Python finds it. Must not know: pytest.
 """
@@ -19,7 +19,7 @@ HINTS = {
 
 
 def why_unusable(wanted: str) -> str | None:
-    """Why a run that is to test the wanted build must not start; None if it may."""
+    """Return why this run cannot test the wanted build; None if it can."""
     package = Path(tcpstore_async.__file__).parent
     names = compiled_names()
     others = [name for name in names if kind(name) != wanted]
@@ -33,7 +33,7 @@ def why_unusable(wanted: str) -> str | None:
 
 
 def compiled_names() -> list[str]:
-    """The modules that are extension modules in a compiled build."""
+    """Return the modules that are extension modules in a compiled build."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMPILED":
             return [path.removesuffix(".py").replace("/", ".") for path in ast.literal_eval(node.value)]
@@ -41,7 +41,7 @@ def compiled_names() -> list[str]:
 
 
 def kind(name: str) -> str:
-    """How a module would run, or does."""
+    """Return how a module runs: `interpreted`, `compiled` or `missing`."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return "missing"

@@ -53,7 +53,7 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
 
 
 def lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
-    """Return the lines that a program prints which starts its ranks itself."""
+    """Run a program that starts its own ranks and return the lines that it prints."""
     (printed,) = run(str(EXAMPLES / name), *map(str, arguments), attempts=attempts)
     return printed.splitlines()
 
@@ -79,7 +79,7 @@ can wait forever: it frees Gloo's process group, which joins a thread that needs
 
 
 USED = ["torch._dynamo"]
-"""What optimizers and DDP import, and that takes as long as PyTorch itself."""
+"""Modules that optimizers and DDP import; they take as long as PyTorch itself."""
 
 
 AGENT = Path(__file__).parent / "pytorch" / "elastic_agent.py"
@@ -103,17 +103,17 @@ kept = runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def forked_lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
-    """The same for a program that spawns ranks with PyTorch; what is on standard error comes last."""
+    """Do the same for a program that spawns ranks with PyTorch; standard error comes last."""
     return _lines(SPAWN, EXAMPLES / name, *arguments, attempts=attempts)
 
 
 def forked_torchrun_lines_of(name: str, *arguments: object) -> list[str]:
-    """The same for a program that starts `torchrun`."""
+    """Do the same for a program that starts `torchrun`."""
     return _lines(TORCHRUN, AGENT, EXAMPLES / name, *arguments)
 
 
 def forked_torchrun(*arguments: object, attempts: int = 1) -> list[str]:
-    """Run `torchrun` with these arguments; return what it prints, and at last what is on standard error."""
+    """Run `torchrun` with these arguments and return what it prints; standard error comes last."""
     return _lines(AGENT, *arguments, attempts=attempts)
 
 

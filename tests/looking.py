@@ -1,4 +1,4 @@
-"""Worlds of simulated clients in memory, and what somebody who looks into their server learns."""
+"""Worlds of simulated clients in memory, and what an observer of their server learns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tcpstore_async.session.store import Store
 
 
 class World:
-    """A store that is observed, and stock clients of it that are known by a number of the test's."""
+    """An observed store with stock clients, each with a number that the test chooses."""
 
     def __init__(self, most_bytes: int = 2**30) -> None:
-        """`most_bytes` may be counted for the history."""
+        """Limit the history to `most_bytes`."""
         self.store = Store(Limits())
         self.history = History(self.store, most_bytes)
         self.store.observe(self.history)
@@ -69,7 +69,7 @@ class World:
         self.send(client, b"\x43" + struct.pack("<Q", len(items)) + encoded)
 
     def ask(self, client: int, *names: bytes, counter: bytes = b"", expected: int = 0) -> Report:
-        """What MISSING of these keys, or of a counter, replies."""
+        """Return the reply to MISSING for these keys, or for a counter."""
         session = self.sessions[client]
         pairs = [(name, b"") for name in names] + ([(counter, b"%d" % expected)] if counter else [])
         session.receive(
@@ -95,7 +95,7 @@ class World:
             self.wait(client, b"/store_based_barrier_key:" + name + b":last_worker")
 
     def lines(self) -> list[bytes]:
-        """What the admin socket replies."""
+        """Return the reply of the admin socket."""
         inspection = Inspection(self.store, self.history, self.history.now)
         facts = [{"server": inspection.summary()}]
         for part in (inspection.sessions(), inspection.counters(), inspection.keys()):
@@ -108,7 +108,7 @@ class World:
     def ranks(
         self, world_size: int | None = None, environments: Mapping[int, Mapping[str, str]] | None = None
     ) -> Ranks:
-        """The ranks; `environments` are those of clients, by their numbers."""
+        """Return the ranks; `environments` are keyed by the client's number."""
         by_id = {self.history.serial(self.sessions[client]): one for client, one in (environments or {}).items()}
         return Ranks(self.facts(), by_id, world_size)
 
@@ -124,5 +124,5 @@ class World:
 
 
 def environments(clients: Iterable[int], world_size: int) -> dict[int, dict[str, str]]:
-    """Environments as torchrun makes them, in which the rank is the client's number."""
+    """Return environments as torchrun sets them; the rank is the client's number."""
     return {client: {"RANK": str(client), "WORLD_SIZE": str(world_size)} for client in clients}

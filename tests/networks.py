@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces that a pair of virtual interfaces joins, and what passes between them.
+"""Two hosts on this machine: network namespaces joined by virtual interfaces, and a recorder of their traffic.
 
 Needs Linux and root. Nothing but the namespaces themselves outlives a `with`, and they do not either.
 """
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TypeVar
 
 ADDRESSES = ("10.203.17.1", "10.203.17.2")
-"""Of the two hosts. Namespaces share none with this machine, so any would do."""
+"""Addresses of the two hosts. Namespaces share none with this machine, so any will do."""
 
 INTERFACE = "pair"
 """The name of the interface, on each host."""
 
 DATA_ADDRESSES = ("10.203.18.1", "10.203.18.2")
 DATA_INTERFACE = "data"
-"""Of a second network, as of hosts that have one for the data of a job alone."""
+"""The interface of a second network, which some hosts have for a job's data."""
 
 _CLONE_NEWNET = 0x4000_0000
 _ETH_P_ALL = 3
@@ -47,14 +47,14 @@ class Network:
         self.name = name
         self.address = address
         self.prefix = ["ip", "netns", "exec", name]
-        """What a command has to begin with to run there."""
+        """Prefix of a command that runs on this host."""
 
     @property
     def path(self) -> Path:
         return Path("/run/netns", self.name)
 
     def inside(self, act: Callable[[], Result]) -> Result:
-        """Have a thread do something there, and return what it returns: a socket stays in its network."""
+        """Call a function in a thread on this host and return its result: a socket stays in its network."""
         results: list[Result] = []
 
         def run() -> None:
@@ -68,7 +68,7 @@ class Network:
 
 
 def enter(path: str) -> None:
-    """Move this thread, from now on, to the network namespace with this file."""
+    """Move this thread to the network namespace with this file."""
     fd = os.open(path, os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -80,7 +80,7 @@ def enter(path: str) -> None:
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no networks here; empty if there can."""
+    """Return why there can be no networks here; empty if there can."""
     if sys.platform != "linux" or shutil.which("ip") is None:
         return "network namespaces need Linux, and the command ip"
     try:
@@ -93,7 +93,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_networks() -> Iterator[tuple[Network, Network]]:
-    """Two hosts that reach each other and nobody else. Raises CalledProcessError where that is not permitted."""
+    """Make two hosts that reach only each other. Raises CalledProcessError where that is not permitted."""
     first, second = (Network(f"tcpstore-{os.getpid()}-{number}", address) for number, address in enumerate(ADDRESSES))
     made: list[Network] = []
     try:
@@ -118,7 +118,7 @@ def _join(hosts: Sequence[Network], interface: str, addresses: Sequence[str]) ->
 
 
 def join_for_data(hosts: Sequence[Network]) -> None:
-    """Join two hosts by a second network."""
+    """Connect two hosts by a second network."""
     _join(hosts, DATA_INTERFACE, DATA_ADDRESSES)
 
 
@@ -140,7 +140,7 @@ def _ip(*words: str) -> None:
 
 
 class Wire:
-    """Records what passes a host's interface from or to one TCP port, whoever sends it."""
+    """Record the traffic of one TCP port on a host's interface."""
 
     def __init__(self, network: Network, port: int) -> None:
         self.port = port
@@ -154,11 +154,11 @@ class Wire:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, once everything that has passed so far is recorded."""
+        """Stop when the traffic so far is recorded."""
         os.close(self._ending)
         self._thread.join()
         self.lost: int = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
-        """Packets that have passed unrecorded."""
+        """Packets that were not recorded."""
         self._socket.close()
         os.close(self._end)
 
@@ -174,7 +174,7 @@ class Wire:
                 ended = self._end in ready
 
     def streams(self) -> list[bytes]:
-        """What each end of each connection has sent, in order."""
+        """Return what each end of each connection has sent, in order."""
         pieces: dict[bytes, dict[int, bytes]] = {}
         first: dict[bytes, int] = {}
         for packet in self._packets:
@@ -204,7 +204,7 @@ def _in_order(pieces: dict[int, bytes]) -> bytes:
 
 
 def _packets_of(port: int) -> socket.socket:
-    """A socket that receives the packets of TCP connections over IPv4 from or to this port."""
+    """Return a socket that receives the packets of TCP connections over IPv4 from or to this port."""
     made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
     # `tcp port N` in the kernel's filter language: code, jump if true, jump if false, operand.
     program = [

@@ -1,4 +1,4 @@
-"""What the tests share: a server in a process of its own, and a peer that speaks raw bytes."""
+"""Shared helpers: servers in processes of their own, and a peer that speaks raw bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANDSHAKE = bytes.fromhex("00cef7853c")
 
 
 def free_port() -> int:
-    """A port at which nothing listens.
+    """Return a port on which nothing listens.
 
     It is none of those that the system gives to whoever connects somewhere: one of these may be taken by the time that
     the test listens there.
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def refused(port: int) -> bool:
-    """Whether nothing listens at a port of 127.0.0.1."""
+    """Return True if nothing listens on this port of 127.0.0.1."""
     try:
         socket.create_connection(("127.0.0.1", port), LIMIT).close()
     except ConnectionRefusedError:
@@ -53,7 +53,7 @@ def refused(port: int) -> bool:
 
 
 class Command(Forked):
-    """The command `tcpstore`, forked from a process that has imported it; what is used of `subprocess.Popen`."""
+    """The command `tcpstore`, forked from a process that has imported it: a part of `subprocess.Popen`."""
 
     def __init__(self, arguments: list[str], env: dict[str, str], cwd: str, stderr: int) -> None:
         reading, writing = os.pipe()
@@ -109,12 +109,12 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes] | Command, ready: bytes, log: Path) -> None:
         self.process = process
         self.ready = ready
-        """The line that it has printed."""
+        """The line that it printed when it was ready."""
         self.port: int = json.loads(ready)["port"]
         self.log_path = log
 
     def log(self) -> str:
-        """What the server has logged so far."""
+        """Return the server's log so far."""
         return self.log_path.read_text()
 
     def stop(self, number: int = signal.SIGINT) -> int:
@@ -181,7 +181,7 @@ sys.stdin.read()
 
 @contextmanager
 def torch_server(backend: str = "libuv") -> Iterator[int]:
-    """PyTorch's own server, `libuv` or `legacy`, in a process of its own; yields its port."""
+    """Run PyTorch's server, `libuv` or `legacy`, in a process of its own; yield its port."""
     with Program(TORCH_SERVER, backend) as server:
         line = server.stdout.readline()
         assert line, f"the server did not start: {server.errors()}"
@@ -190,7 +190,7 @@ def torch_server(backend: str = "libuv") -> Iterator[int]:
 
 @contextmanager
 def server_of(kind: str) -> Iterator[int]:
-    """A server of ours or PyTorch's: `ours`, `libuv` or `legacy`; yields its port."""
+    """Run our server or PyTorch's: `ours`, `libuv` or `legacy`; yield its port."""
     if kind == "ours":
         with tcpstore_server() as server:
             yield server.port
@@ -214,7 +214,7 @@ def resting(pid: int) -> None:
 
 
 def _threads(pid: int) -> dict[str, tuple[str, str]]:
-    """State and context switches of every thread, by thread."""
+    """Return the state and the context switches of each thread."""
     found = {}
     for path in Path("/proc", str(pid), "task").iterdir():
         try:
@@ -232,7 +232,7 @@ def deferred_for(listener: socket.socket) -> int:
 
 
 class RawPeer:
-    """A connection that speaks bytes. Every wait has a limit."""
+    """A connection that sends and expects raw bytes. Every wait has a limit."""
 
     def __init__(self, port: int, *, validate: bool = True) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
@@ -250,7 +250,7 @@ class RawPeer:
         self.socket.sendall(data)
 
     def read(self, count: int) -> bytes:
-        """Exactly so many bytes; EOFError if the server closes before."""
+        """Read this many bytes. Raises EOFError if the server closes before."""
         parts = []
         while count:
             part = self.socket.recv(min(count, 1 << 20))
@@ -261,7 +261,7 @@ class RawPeer:
         return b"".join(parts)
 
     def ask(self, data: bytes, count: int) -> bytes:
-        """Send, and read a reply of so many bytes."""
+        """Send, and read a reply of `size` bytes."""
         self.send(data)
         return self.read(count)
 
@@ -270,7 +270,7 @@ class RawPeer:
         assert self.ask(b"\x0d" + struct.pack("<I", nonce), 4) == struct.pack("<I", nonce)
 
     def join(self, ranks: int) -> None:
-        """Be counted, as so many ranks."""
+        """Join as this many ranks."""
         self.ask(b"\x04" + blob(b"init/") + u64(ranks), 8)
 
     def closed(self) -> bool:
@@ -294,10 +294,10 @@ def u64(number: int) -> bytes:
 
 
 def blob(raw: bytes) -> bytes:
-    """A key or value as it goes over the wire."""
+    """Encode a key or value."""
     return u64(len(raw)) + raw
 
 
 def keys(*names: bytes) -> bytes:
-    """A counted list of keys."""
+    """Encode a counted list of keys."""
     return u64(len(names)) + b"".join(map(blob, names))

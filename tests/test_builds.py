@@ -15,6 +15,8 @@ import builds
 from support import LIMIT
 from tcpstore_async.serving import build
 
+pytestmark = pytest.mark.slow
+
 OTHER = {"compiled": "interpreted", "interpreted": "compiled"}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from support import LIMIT
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parent.parent / "demo"
 
 

@@ -22,6 +22,8 @@ from support import LIMIT, RawPeer, tcpstore_server
 from tcpstore_async.server.listen_socket import DEFER_ACCEPT
 from tls.certificates import certificates
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 UNITS = sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.socket")])

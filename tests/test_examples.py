@@ -5,8 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from example_runs import EXAMPLES, lines_of, run_once
 from support import free_port
+
+pytestmark = pytest.mark.slow
 
 
 def test_plain() -> None:

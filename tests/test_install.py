@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from marks import exhaustive
 from support import LIMIT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("TCPSTORE_TEST_BUILD") == "compiled", reason="what is installed is not what this run tests"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted("what is installed is not what this run tests")]
 
 ROOT = Path(__file__).parent.parent
 SAY = "from tcpstore_async import serving; print(serving.build(), serving.__file__)"
@@ -76,7 +72,7 @@ def test_what_is_not_compiled_is_plain_python(tmp_path: Path, source: Path, env:
     }
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", exhaustive("false")])
 def test_what_must_be_compiled_and_cannot_be_is_an_error(tmp_path: Path, source: Path, compiler: str) -> None:
     env = {"TCPSTORE_PURE": "0", "CC": compiler}
     built = pip(tmp_path, "wheel", "--no-build-isolation", "--wheel-dir=wheels", str(source), **env)

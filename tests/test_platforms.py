@@ -21,13 +21,16 @@ PRETENDED = {"tools/doctor/test_doctor.py", "unit/diagnosis", "test_platforms.py
 @functools.cache
 def looking(path: Path) -> frozenset[str]:
     """Return the names in a module that stand for what looks into /proc, itself or by way of others."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    tree = ast.parse(text)
     found: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for helper in (path.parent / f"{node.module}.py", TESTS / f"{node.module.replace('.', '/')}.py"):
                 if helper.exists() and helper != path:
                     found |= {alias.asname or alias.name for alias in node.names if alias.name in looking(helper)}
+    if not found and not PROC.search(text):
+        return frozenset()
     parts = [(name, part) for node in tree.body for name, part in _defined(node)]
     while more := {name for name, part in parts if name not in found and _looks(part, found)}:
         found |= more

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import LIMIT, free_port
+
+pytestmark = pytest.mark.slow
 
 TUTORIAL = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
 PROGRAMS: list[str] = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)

@@ -34,7 +34,7 @@ LIMIT = 60.0
 
 
 class Forked:
-    """A process that was forked, as who asked for it sees it."""
+    """A forked process, as the process that requested it sees it."""
 
     def __init__(self, request: dict[str, Any], streams: tuple[int, int, int], having: str = "torch") -> None:
         """Run `code`, source text or with `path` the file at a path, with these standard streams.
@@ -53,13 +53,13 @@ class Forked:
         self.pid = int.from_bytes(self._status.read(4), "little")
 
     def poll(self) -> int | None:
-        """The exit status, or None while the process runs."""
+        """Return the exit status, or None while the process runs."""
         with contextlib.suppress(TimeoutError):
             return self.wait(0)
         return None
 
     def wait(self, timeout: float = LIMIT) -> int:
-        """The exit status, as `subprocess` has it."""
+        """Wait for the exit status, as `subprocess` returns it."""
         if self.returncode is None:
             ended = select.poll()  # `select` cannot take descriptors above 1,023
             ended.register(self._status, select.POLLIN)
@@ -71,7 +71,7 @@ class Forked:
 
 
 class Program(Forked):
-    """A forked program, as its parent sees it: it runs from now on, and is killed at the end of `with`."""
+    """A forked program, as its parent sees it: it runs at once, and is killed at the end of `with`."""
 
     def __init__(
         self, code: str | Path, *arguments: object, env: dict[str, str] | None = None, imports: Iterable[str] = ()
@@ -111,14 +111,14 @@ class Program(Forked):
         self._files.close()
 
     def wait(self, timeout: float = LIMIT) -> int:
-        """The exit status, as `subprocess` has it; a program that does not end says what it has printed."""
+        """Wait for the exit status, as `subprocess` returns it. A program that does not end fails with its output."""
         try:
             return super().wait(timeout)
         except TimeoutError as error:
             raise TimeoutError(f"{error}: {self.errors()}") from None
 
     def output(self, timeout: float = LIMIT) -> str:
-        """What the program prints until all of its processes have closed standard output."""
+        """Return the output, which ends when all of its processes have closed it."""
         deadline = time.monotonic() + timeout
         parts: list[bytes] = []
         while True:
@@ -129,7 +129,7 @@ class Program(Forked):
                 return b"".join(parts).decode()
 
     def errors(self) -> str:
-        """What it has printed on standard error so far."""
+        """Return what is on standard error so far."""
         size = os.fstat(self._stderr.fileno()).st_size
         return os.pread(self._stderr.fileno(), size, 0).decode()
 
@@ -139,11 +139,11 @@ def _descriptors(given: list[int]) -> tuple[int, int, array.array[int]]:
 
 
 _started: dict[str, tuple[int, socket.socket]] = {}
-"""For what they have imported: in which process, and the connection to what forks."""
+"""The processes that fork, keyed by their imports, each with the process that started it and the connection to it."""
 
 
 def _control(having: str) -> socket.socket:
-    """The connection to the process that forks, which is started once."""
+    """Return the connection to the process that forks; start that once."""
     if having not in _started or _started[having][0] != os.getpid():
         from versions import QUIET  # and with it pytest, which the process that forks does without
 
@@ -166,7 +166,7 @@ def _control(having: str) -> socket.socket:
 
 
 def fork_from_here() -> None:
-    """What this program asks for from now on is forked from a copy of it as it is: it has no threads yet."""
+    """Fork what this program requests from now on from a copy of its current state, which has no threads yet."""
     ours, theirs = socket.socketpair()
     if not os.fork():
         ours.close()
@@ -180,7 +180,7 @@ def fork_from_here() -> None:
 
 
 class Forker:
-    """Forks a program for each request, and reports how each has ended."""
+    """Fork a program for each request, and report how each has ended."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -192,7 +192,7 @@ class Forker:
         signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Until the other side has closed."""
+        """Serve requests until the other side closes."""
         while True:
             ready = select.select([self._control, self._woken], [], [])[0]
             if self._woken in ready:
@@ -243,7 +243,7 @@ class Forker:
 
 
 def be(request: dict[str, Any]) -> None:
-    """Run the program as `__main__`, and end as a program ends."""
+    """Run the program as `__main__`, and exit as a program does."""
     os.environ.clear()
     os.environ.update(request["env"])
     if "cwd" in request:

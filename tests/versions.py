@@ -22,7 +22,7 @@ else:
 
 @functools.cache
 def methods() -> frozenset[str]:
-    """The methods of PyTorch's TCPStore. Imports PyTorch."""
+    """Return the methods of PyTorch's TCPStore. Imports PyTorch."""
     if not VERSION:
         return frozenset()
     import torch.distributed as dist
@@ -32,35 +32,35 @@ def methods() -> frozenset[str]:
 
 QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
 QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-"""Warnings raise, but for what PyTorch says where numpy is not installed, and of a folder that 2.5 leaves."""
+"""Make warnings errors, except PyTorch's where numpy is not installed and one about a folder that 2.5 leaves."""
 
 
 _OF_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
 
 
 TALKATIVE = (2, 8) <= VERSION <= (2, 10)
-"""Whether its Gloo says on standard output of every group, with any store, that it is connected."""
+"""Whether Gloo prints a line for each group, with any store."""
 
 alone_on_stdout = pytest.mark.skipif(TALKATIVE, reason=f"Gloo of PyTorch {NAME} breaks into the lines of other ranks")
 
 
 def unsaid(text: str) -> str:
-    """What a program has printed, without what Gloo says."""
+    """Remove Gloo's lines from the output of a program."""
     return _OF_GLOO.sub("", text) if TALKATIVE else text
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """PyTorch's TCPStore must have these methods. It is imported when such a test is about to run."""
+    """Skip unless PyTorch's TCPStore has these methods; PyTorch is imported when such a test is about to run."""
     wanted = ", ".join(names)
     condition = f"not set({names!r}) <= __import__('versions').methods()"
     return pytest.mark.skipif(condition, reason=f"PyTorch {NAME} lacks one of {wanted}")
 
 
 def since(major: int, minor: int, what: str) -> pytest.MarkDecorator:
-    """PyTorch must be so new: before, there was no such thing."""
+    """Skip unless PyTorch is new enough to have this."""
     return pytest.mark.skipif((major, minor) > VERSION, reason=f"PyTorch {NAME} has no {what}")
 
 
 def timeout_message(text: str) -> str:
-    """How a timeout of PyTorch's client reads, as a pattern; 2.4 does not say more than this."""
+    """Return a pattern for the text of a timeout of PyTorch's client; 2.4 has only a general one."""
     return text if VERSION >= (2, 5) else "^Socket Timeout$"

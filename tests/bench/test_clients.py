@@ -40,7 +40,6 @@ def clients(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, timeout=LIMIT, check=False, text=True, env=environment)
 
 
-@pytest.mark.slow
 def test_every_row_is_measured() -> None:
     pytest.importorskip("torch")
     done = clients("--pairs", "1")

@@ -15,7 +15,6 @@ from versions import VERSION
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(VERSION < (2, 8), reason="these switches are those of later versions")
 def test_the_switches_reduce_what_is_sent(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tcpstore_async.serving import build
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,7 +18,6 @@ def growth(package: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, timeout=110, check=False, text=True, env=environment)
 
 
-@pytest.mark.slow
 def test_nothing_is_quadratic() -> None:
     """Quadratic cost would be sixteen times as much; the caches of a busy machine make it three times."""
     done = growth(build(), "--sizes", "1000,16000", "--runs", "2", "--max-growth", "6")
@@ -33,7 +30,6 @@ def test_nothing_is_quadratic() -> None:
         assert all(f" {name} " in row for row in rows)
 
 
-@pytest.mark.slow
 def test_a_row_that_grows_too_much_is_named() -> None:
     done = growth("interpreted", "--sizes", "2000,1000", "--runs", "1", "--max-growth", "0.01")
     assert done.returncode == 1

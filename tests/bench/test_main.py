@@ -38,7 +38,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
     done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -49,7 +48,6 @@ def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == str(tmp_path / "report.md")
 
 
-@pytest.mark.slow
 def test_a_start_is_the_only_scenario_where_none_is_named(tmp_path: Path) -> None:
     words = ["--groups", "1x4:gloo", "--sizes", "8", "--transport", "memory", "--rounds", "1", "--out", str(tmp_path)]
     done = scale(*words)
@@ -64,7 +62,6 @@ def test_a_start_is_the_only_scenario_where_none_is_named(tmp_path: Path) -> Non
     assert "\n## The start of a job: nccl2, groups 1x4:gloo, ranks arrive within 10 s\n" in text
 
 
-@pytest.mark.slow
 def test_a_preset_at_another_size_is_measured_where_the_preset_is(tmp_path: Path) -> None:
     words = ["--preset", "frontier", "--sizes", "1500", "--scenario", "start", "--rounds", "1", "--out", str(tmp_path)]
     done = scale(*words)
@@ -138,7 +135,6 @@ def has_init_only(folder: Path) -> bool:
 
 
 @pytest.mark.needs_proc
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
     with at_steady(tmp_path) as process:
@@ -151,7 +147,6 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> No
 
 
 @pytest.mark.needs_proc
-@pytest.mark.slow
 def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
     with at_steady(tmp_path) as process:
         started = children(process.pid)
@@ -160,7 +155,6 @@ def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) ->
     assert has_init_only(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_closed_standard_error_does_not_end_the_run(tmp_path: Path) -> None:
     words = bench("scale", *INIT_THEN_STEADY, "--rounds", "1", "--out", str(tmp_path))
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
@@ -170,7 +164,6 @@ def test_a_closed_standard_error_does_not_end_the_run(tmp_path: Path) -> None:
     assert results.read(tmp_path / "run.json").complete
 
 
-@pytest.mark.slow
 def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
     words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8,500", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(
@@ -185,7 +178,6 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -45,7 +45,6 @@ def copied(folder: Path, path: str = "", more: str = "") -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_ratio_is_that_of_the_second_tree_to_the_first(tmp_path: Path) -> None:
     slow = copied(tmp_path, "client/requests.py", SLOWER)
     done = micro("--tree", str(ROOT), "--tree", str(slow))
@@ -65,7 +64,6 @@ def test_one_tree_has_no_ratio() -> None:
     assert row.endswith(" ns")
 
 
-@pytest.mark.slow
 def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
     other = copied(tmp_path, "session/identity.py", OTHER)
     words = ["--tree", str(ROOT), "--tree", str(other)]
@@ -77,7 +75,6 @@ def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[:2] == [f"{ROOT}: interpreted", f"{other}: compiled"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_tree_that_cannot_be_measured_is_one_line(tmp_path: Path, broken: bool) -> None:
     if broken:

@@ -14,8 +14,6 @@ from bench.scale.servers import RANKS_PER_RELAY, Connection, Host, Impossible, P
 from support import LIMIT
 from tcpstore_async.tools.load.scripts import hello
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:

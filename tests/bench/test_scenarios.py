@@ -44,7 +44,6 @@ def host() -> Iterator[Host]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("server", ["uvloop", "libuv", pytest.param("relay", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_measures(host: Host, name: str, server: str) -> None:

@@ -38,13 +38,11 @@ def test_the_reference_is_one_that_the_run_has(
 
 
 @pytest.mark.needs_proc
-@pytest.mark.slow
 def test_the_control_is_the_reference() -> None:
     with hosting("threaded") as host, host.running("control") as server:
         assert b"threaded" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
 
 
-@pytest.mark.slow
 @with_torch
 def test_pytorchs_processes_are_reused_and_their_servers_are_new() -> None:
     pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
@@ -69,7 +67,6 @@ def test_a_server_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("server", ["uvloop", pytest.param("libuv", marks=with_torch)])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_ends_with_its_standard_input(server: str, busy: bool) -> None:

@@ -108,7 +108,6 @@ def test_a_group_larger_than_the_job(host: Host) -> None:
         without_sockets("start", 4, LIMIT, pattern.words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "server"), [*((backend, "uvloop") for backend in BACKENDS), ("nccl2", "libuv"), ("torchrun", "libuv")]
 )
@@ -123,7 +122,6 @@ def test_a_start_over_sockets(host: Host, backend: str, server: str) -> None:
     assert found.server_cpu > 0
 
 
-@pytest.mark.slow
 def test_a_wrong_reply_ends_a_start(host: Host) -> None:
     plan = traffic(Pattern(), 4)
     wrong = [plan.joining[0]._replace(reply=b"nope"), *plan.joining[1:]]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from client.fakes import freezable
+from marks import ON_STOCK
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client import aio
@@ -23,7 +24,9 @@ from tcpstore_async.client.async_connection import AsyncConnection
 from versions import needs
 
 
-@pytest.fixture(scope="module", params=["ours", pytest.param("libuv", marks=needs("queue_push", "list_keys"))])
+@pytest.fixture(
+    scope="module", params=["ours", pytest.param("libuv", marks=[*ON_STOCK, needs("queue_push", "list_keys")])]
+)
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     with server_of(request.param) as found:
         yield found

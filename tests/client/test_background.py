@@ -157,6 +157,7 @@ def interrupted(where: type, method: str, monkeypatch: pytest.MonkeyPatch) -> It
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 @pytest.mark.parametrize("method", ["__init__", "start", "watch"])
 def test_an_interrupt_while_it_starts(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +173,7 @@ def test_an_interrupt_while_it_starts(port: int, method: str, monkeypatch: pytes
     until(lambda: descriptors() == opened)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 @pytest.mark.parametrize("method", ["forget", "stop", "call_soon"])
 def test_an_interrupt_while_it_ends(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +314,7 @@ print("good")
 """
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork_while_a_group_forms(port: int) -> None:
     assert run(FORKS_WHILE_FORMING, str(port)) == "good\n"
@@ -499,6 +502,7 @@ def _end(fake: Fake) -> None:
 # Signals, forks, the end
 
 
+@pytest.mark.unmeasured
 def test_signals_are_blocked_in_it(port: int) -> None:
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.set("k", "v")
@@ -563,6 +567,7 @@ print("good")
 """
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork(port: int) -> None:
     assert run(FORKS, str(port)) == "good\n"
@@ -594,6 +599,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
 """
 
 
+@pytest.mark.unmeasured
 def test_forks_while_others_start_and_stop_it(port: int) -> None:
     assert run(FORKS_BESIDE_CALLS, str(port)) == "30\n"
 
@@ -643,6 +649,7 @@ def test_what_importing_costs(port: int) -> None:
     assert run(IMPORTS, str(port)) == "good\n"
 
 
+@pytest.mark.unmeasured
 def test_a_handler_that_forks(port: int) -> None:
     """And one that closes the last store: neither waits for the interrupted call."""
     store = TCPStore("127.0.0.1", port, timeout=LIMIT)

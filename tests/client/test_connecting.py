@@ -24,6 +24,8 @@ from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPS
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client.connect import _Tries
 
+pytestmark = pytest.mark.interpreted
+
 MARGIN = 5.0
 """Seconds over the deadline that a busy machine may take; usually it is some milliseconds, which `-s` shows."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from client.fakes import freezable
+from marks import STOCK_SERVERS
 from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
@@ -158,10 +159,9 @@ def test_who_has_not_joined(port: int, job: str) -> None:
     assert raised.value.missing_ranks == [0, 1, 2, 3, 4, 6, 7]
 
 
+@needs("barrier")
 @clients
-@pytest.mark.parametrize(
-    "backend", [pytest.param("libuv", marks=needs("barrier")), pytest.param("legacy", marks=needs("barrier"))]
-)
+@pytest.mark.parametrize("backend", STOCK_SERVERS)
 def test_pytorchs_servers_are_not_asked(client: Client, backend: str) -> None:
     """They would close the connection."""
     with torch_server(backend) as server:

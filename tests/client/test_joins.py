@@ -33,6 +33,8 @@ from tcpstore_async.stores.rank import Rank
 from tcpstore_async.wire.commands import JOINS_KEY
 from tcpstore_async.wire.values import pack
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
 
@@ -323,7 +325,7 @@ def resetting(port: int, times: int) -> Link:
     return link
 
 
-@pytest.mark.parametrize("who", ["reset once", "forked"])
+@pytest.mark.parametrize("who", ["reset once", pytest.param("forked", marks=pytest.mark.unmeasured)])
 def test_a_rank_is_known_by_all_its_connections(port: int, who: str) -> None:
     """So that its later connections also get the grace period when the owner ends."""
     with ThreadPoolExecutor(2) as threads:

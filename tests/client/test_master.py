@@ -23,6 +23,8 @@ from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.server.port_holder import PROC, find_holder
 from tcpstore_async.stores import own_address
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted]
+
 SOON = 3.0
 """Enough for a server to start on a busy machine."""
 

@@ -21,6 +21,7 @@ import pytest
 
 from client.fakes import Fake, exactly, proxy_to
 from client.test_sync import until
+from marks import ON_STOCK
 from support import LIMIT, blob, keys, server_of, tcpstore_server, torch_server
 from tcpstore_async import (
     AsyncTCPStore,
@@ -144,6 +145,7 @@ def test_a_pop_that_is_out_of_time_gives_its_item_back(port: int, other: TCPStor
         assert store.queue_pop("q") == b"next"
 
 
+@pytest.mark.unmeasured
 def test_ctrl_c_gives_the_item_back(port: int, other: TCPStore) -> None:
     with link_to(port) as link, on(link.port) as store, ThreadPoolExecutor(1) as threads:
         link.holds = True
@@ -308,6 +310,7 @@ class Interrupted(BaseException):
     pass
 
 
+@pytest.mark.unmeasured
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a socket that was being opened
 def test_interrupts_at_any_moment_lose_no_item(port: int, other: TCPStore) -> None:
     def pop(store: TCPStore, got: list[bytes]) -> None:
@@ -406,7 +409,7 @@ def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPSto
         other.delete_key(f"a/key/{number}")
 
 
-@pytest.mark.parametrize("kind", ["ours", "libuv"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 @pytest.mark.parametrize("value", ["plain", ""])
 def test_a_plain_value_ends_a_pop(kind: str, value: str) -> None:
     with server_of(kind) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:

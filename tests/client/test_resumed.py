@@ -470,6 +470,7 @@ store.close()
 """
 
 
+@pytest.mark.unmeasured
 def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
     with (
         resetter(port) as proxy,
@@ -701,6 +702,7 @@ def _run_while_connections_break(port: int, program: str, seed: int) -> None:
         assert proxy.resets
 
 
+@pytest.mark.unmeasured
 def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
     _run_while_connections_break(port, _HANDLES, 5)
 
@@ -743,10 +745,12 @@ store.close()
 """
 
 
+@pytest.mark.unmeasured
 def test_signal_handlers_raise_in_calls_whose_connections_break(port: int) -> None:
     _run_while_connections_break(port, _RAISES, 6)
 
 
+@pytest.mark.unmeasured
 def test_an_interrupt_that_hides_a_reset(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store:
         connection = _connection(store)

@@ -34,8 +34,9 @@ from tcpstore_async.client.brief_join import BriefJoin
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.links.single_client import ClientSingleLink
-from tcpstore_async.serving import build
 from tls.certificates import certificates
+
+pytestmark = pytest.mark.slow
 
 TIMEOUT = 15.0
 """Of the stores here. No call takes so long unless it waits for something that never comes."""
@@ -507,7 +508,7 @@ def test_an_interrupt_at_any_step_loses_nothing(port: int, key: str) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+@pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("raises", [True, False])
 def test_an_interrupt_at_every_step_of_a_call(port: int, observer: TCPStore, key: str, raises: bool) -> None:
     """One after the other, in the client and the session: at each of them a handler may run."""
@@ -598,7 +599,7 @@ def stopped_at(step: int, passed: Callable[[], bool]) -> Iterator[Callable[[], b
         pass
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+@pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("block", [True, False])
 def test_an_interrupt_at_every_step_after_a_pop_has_timed_out(
@@ -636,7 +637,7 @@ def test_an_interrupt_at_every_step_after_a_pop_has_timed_out(
     assert step > 10
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+@pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 def test_an_interrupt_at_every_step_of_pushing_back(
     port: int, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -667,7 +668,7 @@ def test_an_interrupt_at_every_step_of_pushing_back(
     assert step > 10
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+@pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 def test_an_interrupt_at_every_step_of_many_checks(port: int, key: str) -> None:
     """They are sent together, when a wait for several keys has timed out say."""
     step = 0
@@ -687,7 +688,7 @@ def test_an_interrupt_at_every_step_of_many_checks(port: int, key: str) -> None:
     assert step > 10
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code runs no handlers there")
+@pytest.mark.interpreted("compiled code runs no handlers there")
 @pytest.mark.parametrize("name", ["release", "remove"])
 def test_a_handler_in_the_midst_of_telling_others(gate: Gate, key: str, name: str) -> None:
     """Two threads wait for the connection that is released: neither stays asleep."""

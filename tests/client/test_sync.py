@@ -22,16 +22,16 @@ from typing import Any
 import pytest
 
 from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
+from marks import STOCK_SERVERS
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client import pool, requests, sync_client
 from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
-from tcpstore_async.serving import build
 
 
-@pytest.fixture(scope="module", params=["ours", "libuv", "legacy"])
+@pytest.fixture(scope="module", params=["ours", *STOCK_SERVERS])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     with server_of(request.param) as found:
         yield found
@@ -208,7 +208,7 @@ def test_threads_that_never_pause_starve_no_other(ours: int, key: str) -> None:
             one.result(LIMIT)
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled code does not look the flag up")
+@pytest.mark.interpreted("compiled code does not look the flag up")
 def test_without_the_gil_a_connection_is_released_with_the_lock(
     ours: int, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +234,7 @@ def test_without_the_gil_a_connection_is_released_with_the_lock(
         assert locked == [True] * 3
 
 
-@pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
+@pytest.mark.interpreted("no method of a compiled class can be replaced")
 def test_a_lease_that_ends_between_two_looks() -> None:
     """The same race, made deterministic."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
@@ -480,6 +480,7 @@ def test_a_silent_server_is_given_up() -> None:
                 store.get("a")
 
 
+@pytest.mark.unmeasured
 def test_a_storm_of_signals_does_not_stop_the_clock(store: TCPStore, key: str) -> None:
     fired = 0
 
@@ -510,6 +511,7 @@ class Struck(Exception):
     pass
 
 
+@pytest.mark.unmeasured
 def test_interrupts_at_any_moment(ours: int, key: str) -> None:
     """A handler that raises, again and again: no connection stays leased, no reply is misattributed."""
     rng = random.Random(8)
@@ -574,6 +576,7 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
     assert struck
 
 
+@pytest.mark.unmeasured
 def test_a_handler_of_signals_may_make_calls(store: TCPStore, key: str) -> None:
     sums: list[int] = []
 
@@ -649,6 +652,7 @@ while list(left()):
 """
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 @pytest.mark.parametrize(
     "call",
@@ -708,6 +712,7 @@ def in_child(work: Callable[[], str], warn: bool = False) -> bytes:
     return heard
 
 
+@pytest.mark.unmeasured
 def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) -> None:
     store.set(key, "parent")
     assert store.get(key) == b"parent"
@@ -725,6 +730,7 @@ def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) ->
     assert store.add(key + "n", 1) == 1
 
 
+@pytest.mark.unmeasured
 def test_a_fork_while_others_are_at_work(ours: int, key: str) -> None:
     stop = threading.Event()
     with TCPStore("127.0.0.1", ours, timeout=LIMIT) as store, ThreadPoolExecutor(4) as threads:
@@ -752,6 +758,7 @@ def test_a_fork_while_others_are_at_work(ours: int, key: str) -> None:
         assert waiting.result(LIMIT) == b"now"
 
 
+@pytest.mark.unmeasured
 def test_a_fork_within_a_master(key: str) -> None:
     """The child's end, and its close(), leave the parent's server alone."""
     with TCPStore("127.0.0.1", 0, None, True, LIMIT) as store:
@@ -772,6 +779,7 @@ def child_of_a_pool(port: int, key: str) -> bytes:
         return store.get(key)
 
 
+@pytest.mark.unmeasured
 def test_multiprocessing(ours: int, key: str) -> None:
     for method in ("fork", "forkserver", "spawn"):
         command = [sys.executable, "-W", "error", "-c", POOL, method, str(ours), key + method]

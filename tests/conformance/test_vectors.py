@@ -33,11 +33,11 @@ from conformance.targets import (
     servers,
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
+from marks import STOCK_SERVERS, exhaustive
 from support import RawPeer, torch_server
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.base.version import VERSION
 from tcpstore_async.observe.history import History
-from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.identity import build, read_identity
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import EXTENSION, JOINS_KEY, SERVER_KEY
@@ -52,9 +52,14 @@ every = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.nam
 every_stock = pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
 over_links = pytest.mark.parametrize("kind", [LinkTarget, SingleTarget])
 every_on_the_engine = pytest.mark.parametrize("script", ENGINE_SCRIPTS, ids=lambda script: script.name)
+every_in_pieces = pytest.mark.parametrize(
+    "script",
+    [exhaustive(script) if script.name.endswith("_of_16384") else script for script in ENGINE_SCRIPTS],
+    ids=lambda script: script.name,
+)
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.interpreted)])
 def backend(request: pytest.FixtureRequest) -> str:
     return playable(request.param)
 
@@ -78,13 +83,15 @@ def test_engine(script: Script) -> None:
     target.finish()
 
 
-@every_on_the_engine
+@pytest.mark.unmeasured
+@every_in_pieces
 def test_engine_byte_by_byte(script: Script) -> None:
     target = EngineTarget(byte_by_byte)
     play(script, target)
     target.finish()
 
 
+@pytest.mark.unmeasured
 @every_on_the_engine
 def test_engine_in_random_pieces(script: Script) -> None:
     for number in range(6):
@@ -120,7 +127,8 @@ def test_link(script: Script, kind: type[LinkTarget | SingleTarget]) -> None:
     target.finish()
 
 
-@every_on_the_engine
+@pytest.mark.unmeasured
+@every_in_pieces
 @over_links
 def test_link_in_random_pieces_that_breaks(script: Script, kind: type[LinkTarget | SingleTarget]) -> None:
     for number in range(2):
@@ -130,11 +138,14 @@ def test_link_in_random_pieces_that_breaks(script: Script, kind: type[LinkTarget
         target.finish()
 
 
+@pytest.mark.slow
 @every
 def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
     play_to_a_new_server(script, our_servers, threads=backend == "threaded")
 
 
+@pytest.mark.slow
+@pytest.mark.interpreted
 @every_stock
 def test_torch_server(script: Script, torch_servers: Servers) -> None:
     play_to_a_new_server(script, torch_servers, torch=True)
@@ -150,6 +161,7 @@ def _ask_for_value(peer: RawPeer, frame: bytes) -> bytes:
     return peer.read(int.from_bytes(peer.ask(frame, 8), "little"))
 
 
+@pytest.mark.slow
 def test_the_identity_of_our_server(our_servers: Servers, backend: str) -> None:
     """And that each is another one."""
     seen = set()
@@ -169,7 +181,7 @@ def test_the_identity_of_our_server(our_servers: Servers, backend: str) -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("theirs", ["libuv", "legacy"])
+@pytest.mark.parametrize("theirs", STOCK_SERVERS)
 def test_pytorchs_servers_have_no_extension(theirs: str) -> None:
     """What a client that asks first relies on. (The legacy server closes for GET of a missing key.)"""
     with torch_server(theirs) as port:

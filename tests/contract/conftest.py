@@ -13,7 +13,15 @@ from support import LIMIT
 from tcpstore_async import Store
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+def _marks(kind: Kind) -> list[pytest.MarkDecorator]:
+    """Leave kinds that reach the same code in other ways out of `make test` and the compiled build."""
+    if kind.name in ("hash", "file", "prefix-prefix-hash", "tcp-thread-uv", "tcp-thread-threaded", "async"):
+        return []
+    rare = kind.name in ("prefix-hash", "tcp-served-uv", "tcp-served-threaded", "tcp-process-threaded")
+    return [pytest.mark.slow, pytest.mark.interpreted, *([pytest.mark.exhaustive] if rare else [])]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, id=kind.name, marks=_marks(kind)) for kind in KINDS])
 def kind(request: pytest.FixtureRequest) -> Kind:
     found: Kind = request.param
     return found

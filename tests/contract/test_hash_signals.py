@@ -15,11 +15,12 @@ import pytest
 from support import LIMIT
 from tcpstore_async import HashStore
 from tcpstore_async.keyspace.keyspace import Keyspace
-from tcpstore_async.serving import build
 from tcpstore_async.stores.hash import UNLIMITED
 from tcpstore_async.wire.values import Framed
 
-plain = pytest.mark.skipif(build() == "compiled", reason="no handler runs within a compiled method")
+pytestmark = pytest.mark.unmeasured
+
+plain = pytest.mark.interpreted("no handler runs within a compiled method")
 
 
 @contextmanager

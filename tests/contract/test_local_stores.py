@@ -18,6 +18,7 @@ from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, HashStore, PrefixStore, Store, StoreTimeoutError
 
 
+@pytest.mark.unmeasured
 def test_ctrl_c_ends_a_wait_at_once() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
@@ -30,6 +31,7 @@ def test_ctrl_c_ends_a_wait_at_once() -> None:
     assert store.queue_pop("q") == b"item"
 
 
+@pytest.mark.unmeasured
 def test_a_signal_handler_ends_the_wait_of_its_own_thread() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
@@ -41,6 +43,7 @@ def test_a_signal_handler_ends_the_wait_of_its_own_thread() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.unmeasured
 def test_forked_child_has_a_copy_without_waiters() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)

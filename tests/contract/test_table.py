@@ -30,6 +30,8 @@ from contract.table_probes import CLASSES, KINDS, PROBES
 from support import LIMIT
 from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 
+pytestmark = pytest.mark.interpreted
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -145,6 +147,7 @@ def _patterns(table: ModuleType, kind: str, method: str) -> list[tuple[bool, str
 CELLS = [(kind, method) for kind in KINDS for method in PROBES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), CELLS, ids=lambda part: part)
 def test_cell(kind: str, method: str, table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
     if method not in table.PYTORCH[CLASSES[kind.partition("-")[0]]]:
@@ -164,6 +167,7 @@ def test_cell(kind: str, method: str, table: ModuleType, outcomes: tuple[Outcome
             assert any(fnmatch(name, pattern) for name in found), f"{pattern!r} does not differ any more"
 
 
+@pytest.mark.slow
 def test_every_difference_of_a_prefix_store_is_found(table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
     for method, stores, _, patterns in table.DIFFERENCES:
         if "PrefixStore" in stores:

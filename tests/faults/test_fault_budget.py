@@ -21,7 +21,6 @@ from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
-from tcpstore_async.serving import build
 from tcpstore_async.session.server import ServerSession
 
 MIB = 1 << 20
@@ -142,11 +141,13 @@ async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptu
         good, talking = await asyncio.open_connection("127.0.0.1", server.port)
         talking.write(HANDSHAKE + b"\x0dpong")
         assert await good.readexactly(4) == b"pong"
-        with suppress(ConnectionError):
-            assert await silent[0][0].read() == b""
+        # Which one goes is open: TCP_DEFER_ACCEPT holds connections without data back, and releases them in no order.
+        closing = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        await asyncio.wait(closing, return_when=asyncio.FIRST_COMPLETED)
         assert "had not sent VALIDATE" in caplog.text
         for _, writer in (*silent, (good, talking)):
             writer.close()
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 async def test_the_kernel_asks_after_silent_peers() -> None:
@@ -167,7 +168,7 @@ class Defect(Exception):
     """An injected error."""
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
+@pytest.mark.interpreted("compiled methods are not looked up")
 @pytest.mark.parametrize("method", ["receive", "resume_reading"])
 async def test_an_internal_error_of_one_connection_does_not_lose_events_of_others(
     method: str, monkeypatch: pytest.MonkeyPatch

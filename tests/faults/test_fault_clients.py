@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from client.fakes import PROBE, STOCK, answer_probe, exactly, fake_server, greet, proxy_to
+from marks import ON_STOCK
 from support import LIMIT, RawPeer, blob, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistError, DistNetworkError, TCPStore
 
@@ -23,7 +24,7 @@ CUT = "Failed to recv, got 0 bytes|reset by peer|Broken pipe|no sense|nobody ask
 # A cut connection
 
 
-@pytest.mark.parametrize("server", ["ours", "libuv"])
+@pytest.mark.parametrize("server", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 def test_what_was_sent_is_never_sent_again(server: str) -> None:
     """The connection is cut between an ADD and its answer: the call fails, and so do all that follow."""
     with tcpstore_server() if server == "ours" else torch_server() as running:
@@ -103,7 +104,7 @@ async def test_so_does_the_async_clients() -> None:
             assert await other.num_keys() == 0
 
 
-@pytest.mark.parametrize("server", ["ours", "libuv"])
+@pytest.mark.parametrize("server", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 def test_what_goes_over_the_wire(server: str) -> None:
     """One probe, however many threads; a get is one round trip on ours; nothing above 18 to PyTorch's servers."""
     with tcpstore_server() if server == "ours" else torch_server() as running:

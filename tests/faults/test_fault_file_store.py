@@ -30,6 +30,8 @@ from tcpstore_async.stores.file import records, reentrant_lock, torn_records
 from tcpstore_async.stores.file import store as file_store
 from torch_forker import Program
 
+pytestmark = pytest.mark.interpreted
+
 ADDER = """
 import datetime, sys
 which, path, name, log, limit = *sys.argv[1:5], float(sys.argv[5])
@@ -92,7 +94,6 @@ def demand_everything(path: Path, adders: list[Adder]) -> None:
         assert records.is_complete(path.read_bytes(), 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_writers_of_ours_beside_pytorchs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -114,7 +115,6 @@ def test_killed_writers_of_ours_beside_pytorchs(tmp_path: Path) -> None:
     demand_everything(path, killed + stay)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_writers_of_pytorchs_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -25,7 +25,7 @@ from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.serving import build
 from tcpstore_async.stores.agent import Agent, Options, RoundsClosed
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.interpreted, pytest.mark.needs_proc]
 
 SOURCES = Path(__file__).parent.parent.parent / "tcpstore_async"
 

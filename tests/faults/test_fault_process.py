@@ -16,7 +16,7 @@ import pytest
 from faults.fault_helpers import I64, Watch, program, server_under, until
 from support import HANDSHAKE, LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, refused, tcpstore_server
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.interpreted, pytest.mark.needs_proc]
 
 BACKLOG = 65_535
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")

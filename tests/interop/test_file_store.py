@@ -43,7 +43,6 @@ del store
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sixteen_processes_share_one_file(tmp_path: Path) -> None:
     """8 of ours and 8 of PyTorch's, each adding 100 times to one counter."""

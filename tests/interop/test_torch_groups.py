@@ -5,11 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from marks import thinned
 from support import LIMIT, RawPeer, tcpstore_relay, tcpstore_server
 from tcpstore_async.server.backends import BACKENDS
 from versions import VERSION
@@ -62,9 +64,20 @@ def run(ranks: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterato
         assert "closed the connection" not in server.log()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+SCENARIOS = ["group", "group_with_store_barrier", "group_with_debug", "group_with_store_v2", "stock_world"]
+
+
 @pytest.mark.parametrize(
-    "scenario", ["group", "group_with_store_barrier", "group_with_debug", "group_with_store_v2", "stock_world"]
+    ("run", "scenario", "world"),
+    thinned(
+        product([*BACKENDS, "relays"], SCENARIOS, [2, 4]),
+        [
+            *product(["uv"], SCENARIOS, [4]),
+            *product(["threaded"], SCENARIOS, [2]),
+            *product(["relays"], ["group_with_store_barrier", "group_with_store_v2"], [4]),
+        ],
+    ),
+    indirect=["run"],
 )
 def test_a_gloo_group(run: Run, scenario: str, world: int) -> None:
     for rank, (total, paired, gathered) in enumerate(run(scenario, world)):

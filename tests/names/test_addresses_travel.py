@@ -152,7 +152,6 @@ def test_the_given_host_and_the_port_are_a_name(client: str, port: int, hosts: H
                 assert dial.output() == "right one\n", (address, dial.errors())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_workers_of_torchrun(at: int, hosts: Hosts, tmp_path: Path) -> None:
     """On a server that runs already, which need not be the agent's host."""

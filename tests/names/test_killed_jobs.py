@@ -18,7 +18,6 @@ from torch_forker import Program
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
 
 RANK = """
 import sys

@@ -34,6 +34,8 @@ from tcpstore_async.client.store_name import (
 )
 from tcpstore_async.server.backends import BACKENDS
 
+pytestmark = pytest.mark.measured
+
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
@@ -274,6 +276,7 @@ def test_an_owner_that_exits_gives_time(url: str, name: str, owner: subprocess.P
         assert rank.get("k") == b"old"
 
 
+@pytest.mark.unmeasured
 def test_a_forked_child_owns_nothing(url: str, name: str) -> None:
     with TCPStore(name, 1, None, True, LIMIT, server=url) as store:
         store.set("k", "v")

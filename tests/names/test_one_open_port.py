@@ -21,7 +21,6 @@ from torch_forker import Program
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
 
 PORT = 29600
 """In the address of the group. Nothing listens there."""

@@ -1,4 +1,4 @@
-"""A fleet whose peers have tokens with a prefix and limits: what is counted for each is what the model has stored.
+"""A fleet whose peers have tokens with a prefix and limits; each token's usage must equal what the model has stored.
 
 Two tokens share one store, each with keys of its own, so that what one of them has stored does not depend on how that
 came about. The model foresees which commands are refused, and by how much each would exceed a limit.
@@ -30,12 +30,12 @@ NO_LIMIT = 2**40
 
 
 class LimitedModel(Model):
-    """The model, with what each key takes, and limits for the keys with each prefix."""
+    """The model, with the size of each key, and limits per prefix."""
 
     def __init__(self, limits: dict[bytes, tuple[int, int]], portion: int = 1000) -> None:
         super().__init__(portion)
         self.limits = limits
-        """By prefix, how many keys and bytes there may be."""
+        """Most keys and bytes, keyed by prefix."""
         self.forms: dict[bytes, str] = {}
         """Keys whose values are kept as a number, or as pieces that were appended."""
 
@@ -74,7 +74,7 @@ class LimitedModel(Model):
     # What a command adds
 
     def growth(self, name: str, fields: tuple[Any, ...]) -> tuple[int, int]:
-        """Return how many keys and bytes a command adds before it wakes anybody."""
+        """Return how many keys and bytes a command adds before it wakes waiters."""
         key: bytes = fields[0] if fields and isinstance(fields[0], bytes) else b""
         match name:
             case "set":
@@ -187,7 +187,7 @@ class LimitedModel(Model):
 
 
 def compare_usage(store: Store, model: LimitedModel) -> None:
-    """Check that what is counted for each token is what there is. Raises Difference."""
+    """Check that each token's usage is what is stored. Raises Difference."""
     if store.keyspace.account is not None:
         raise Difference("something is counted for nobody's command")
     for prefix in PREFIXES:
@@ -230,7 +230,7 @@ class LimitedFleet(Fleet):
 
 
 class LimitedSteppedFleet(SteppedFleet):
-    """The same, with nearly every command in steps, and limits that nobody reaches."""
+    """The same, with nearly every command in steps, and limits that are never reached."""
 
     def __init__(self, slots: int, portion: int) -> None:
         super().__init__(slots, portion)
@@ -312,7 +312,7 @@ def run(seed: int, steps: int = 150) -> int:
 
 
 def fault(seed: int) -> Exception | None:
-    """Return what is wrong in a schedule, if anything is."""
+    """Return what is wrong in a schedule, if anything."""
     try:
         run(seed)
     except Exception as error:  # of the package, too

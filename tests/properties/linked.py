@@ -26,6 +26,7 @@ import json
 import random
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import GIB, Limits
@@ -40,7 +41,6 @@ from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed
-from .shrinking import fewest
 
 INSTANCE = "the server"
 RANKS = 4
@@ -97,7 +97,7 @@ class LinkedRank(Stream):
         self.wire = bytearray()
         """Bytes of commands that are not sent yet."""
         self.due = 0
-        """How many of them are to be sent as soon as there is credit."""
+        """How many of these to send as soon as there is credit."""
         self.sent: list[Command] = []
         """All commands."""
         self.dozing = False
@@ -153,12 +153,12 @@ class LinkedConnection(Connection):
         self.expected = bytearray()
         """What the model has sent so far."""
         self.at = 0
-        """How many commands have arrived whole."""
+        """How many commands have fully arrived."""
         self.partly = 0
-        """Bytes of the next one that have."""
+        """Received bytes of the next one."""
         self.failed = False
         self.over = False
-        """It failed, and what it is sent since does not reach it."""
+        """Whether it failed; it receives nothing after that."""
         rank.connection = self
 
 
@@ -176,21 +176,21 @@ class Client:
         self.up = b""
         self.down = b""
         self.batches: dict[int, bytes] = {}
-        """By number, those that the model has not executed whole."""
+        """Batches that the model has not fully executed, keyed by number."""
         self.executed = 0
-        """How many it has executed whole."""
+        """How many the model has fully executed."""
         self.partly = 0
         """How many deliveries of the next one it has executed."""
         self.sent = 0
-        """How many have been closed."""
+        """How many batches were closed."""
         self.ranks: list[LinkedRank | None] = [None] * RANKS
         self.opened: dict[int, LinkedRank] = {}
-        """All ranks that there were, by number of the session."""
+        """All past and present ranks, keyed by session number."""
         self.connections: dict[int, LinkedConnection] = {}
-        """Those whose sessions there are, likewise."""
+        """Connections with a session, keyed by session number."""
 
     def collect(self) -> None:
-        """Close the batch, and put it on its way."""
+        """Close the batch and send it."""
         self.link.close_batch()
         for batch in self.link.kept:
             number = struct.unpack_from("<Q", batch, 8)[0]
@@ -210,9 +210,9 @@ class LinkedFleet(Fleet):
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
         self.has_large = False
-        """Whether there may be replies that are sent in pieces."""
+        """Whether replies may be sent in pieces."""
         self.former: list[dict[int, LinkedConnection]] = []
-        """The sessions of links whose clients have begun anew."""
+        """Sessions of links whose clients have started over."""
         for client in self.clients:
             self._connect(client)
 
@@ -394,7 +394,7 @@ class LinkedFleet(Fleet):
         client.collect()
 
     def _abandon(self, client: Client) -> None:
-        """The client's end is gone, and begins anew."""
+        """Drop the client's end and start over."""
         self.broken += 1
         self.former.append(client.connections)
         client.begin()
@@ -421,7 +421,7 @@ class LinkedFleet(Fleet):
         self.quiesce()
 
     def _follow(self, client: Client) -> None:
-        """Have the model execute what the server has handled."""
+        """Execute in the model what the server has handled."""
         link = client.server
         assert link is not None
         for number in range(client.executed + 1, link.taken + 1):
@@ -460,7 +460,7 @@ class LinkedFleet(Fleet):
         self._drain()
 
     def _left(self) -> None:
-        """Have those leave the model whose sessions have ended."""
+        """Remove peers whose sessions have ended from the model."""
         for client in self.clients:
             if client.server is not None and client.server.carrier is None:
                 self._set_away(client, True)
@@ -564,7 +564,7 @@ class LinkedFleet(Fleet):
         return counted + sum(pin.cost for pin in self.store.budget.pins.values())
 
     def settle(self) -> None:
-        """Let everything arrive: then each rank has received what the model has sent it."""
+        """Deliver everything, and check that each rank has received what the model has sent it."""
         for client in self.clients:
             for rank in client.ranks:
                 if rank is not None and rank.dozing:
@@ -595,7 +595,7 @@ class LinkedFleet(Fleet):
         return sum(len(rank.got) for rank in ranks), sum(rank.due for rank in ranks)
 
     def finish(self) -> None:
-        """Let everything arrive, then end all links and delete everything; nothing may be left."""
+        """Deliver everything, end all links and delete everything; nothing may be left."""
         self.settle()
         self.check()
         for client in self.clients:
@@ -634,8 +634,17 @@ STEPS = {
 }
 
 
-def chosen(seed: int) -> tuple[int, list[Step], int]:
-    """Return the run that a seed chooses: the number of links, the steps, and the portion of the server's work."""
+class Schedule(NamedTuple):
+    """A fleet of links and its steps."""
+
+    links: int
+    portion: int
+    """Portion of the server's work."""
+    steps: list[Step]
+
+
+def chosen(seed: int) -> Schedule:
+    """Return the schedule that a seed chooses."""
     rng = random.Random(seed)
     links = rng.choice([1, 1, 2, 3])
     names = rng.sample(NAMES, rng.choice([1, 2, 3]))
@@ -671,13 +680,13 @@ def chosen(seed: int) -> tuple[int, list[Step], int]:
         elif kind == "intrude":
             count = rng.randrange(3)
         steps.append((kind, number, commands, count))
-    return links, steps, rng.choice([1, 2, 3, 1000])
+    return Schedule(links, rng.choice([1, 2, 3, 1000]), steps)
 
 
-def run(links: int, steps: Sequence[Step], portion: int, every: int = 20) -> LinkedFleet:
-    """Run steps, and check all invariants after every so many. Raises what is wrong."""
-    fleet = LinkedFleet(links, portion=portion)
-    for at, step in enumerate(steps):
+def run(schedule: Schedule, every: int = 20) -> LinkedFleet:
+    """Run a schedule, and check all invariants after every few steps. Raises what is wrong."""
+    fleet = LinkedFleet(schedule.links, portion=schedule.portion)
+    for at, step in enumerate(schedule.steps):
         fleet.apply(step)
         if at % every == every - 1:
             fleet.check()
@@ -685,15 +694,10 @@ def run(links: int, steps: Sequence[Step], portion: int, every: int = 20) -> Lin
     return fleet
 
 
-def fault(links: int, steps: Sequence[Step], portion: int) -> Exception | None:
-    """Return what is wrong, if anything, with a look after every step."""
+def fault(schedule: Schedule) -> Exception | None:
+    """Return what is wrong, if anything, with a check after each step."""
     try:
-        run(links, steps, portion, 1)
+        run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(links: int, steps: list[Step], portion: int) -> list[Step]:
-    """Return a short sequence of steps that still fails."""
-    return fewest(steps, lambda some: fault(links, some, portion) is not None)

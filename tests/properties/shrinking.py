@@ -1,11 +1,31 @@
-"""Makes the steps of a run that fails fewer. Must not know what a step is."""
+"""Shorten a schedule that fails. Must not know what a step is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 Step = TypeVar("Step")
+
+
+class Schedule(Protocol):
+    """A NamedTuple with a list of steps."""
+
+    @property
+    def steps(self) -> list[Any]: ...
+
+    def _replace(self, *, steps: list[Any]) -> Any: ...
+
+
+S = TypeVar("S", bound=Schedule)
+
+
+def shrink(schedule: S, fault: Callable[[S], Exception | None]) -> S:
+    """Return a part of the schedule that still fails, from which no step can be left out."""
+    short: S = schedule._replace(
+        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
+    )
+    return short
 
 
 def fewest(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from example_runs import (
     EXAMPLES,
     forked_lines_of,
@@ -15,8 +13,6 @@ from example_runs import (
 )
 from support import tcpstore_server
 from versions import alone_on_stdout, since
-
-pytestmark = pytest.mark.slow
 
 takes_our_handler = since(2, 6, "torchrun handlers of other packages")
 

@@ -31,6 +31,8 @@ from tcpstore_async.torch import native_server, pytorchs_server, tcpstore_patch
 from torch_forker import Program
 from versions import QUIET, since, unsaid
 
+pytestmark = pytest.mark.measured
+
 Cpp: Any = dist.TCPStore
 static: Any = importlib.import_module("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
 
@@ -666,6 +668,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("mode", ["1", "python", "classes"])
 @pytest.mark.parametrize("way", ["TCPStore", "rendezvous"])
 def test_what_a_signal_handler_raises_is_not_taken_for_a_server_that_cannot_be_started(

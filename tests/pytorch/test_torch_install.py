@@ -22,6 +22,8 @@ from tcpstore_async import TCPStore as PlainTCPStore
 from torch_forker import Program
 from versions import QUIET, VERSION, needs, since, unsaid
 
+pytestmark = pytest.mark.measured
+
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 
 CPP_STORE: Any = dist.TCPStore

@@ -14,7 +14,7 @@ import pytest
 from support import LIMIT
 from versions import since
 
-pytestmark = [pytest.mark.slow, since(2, 6, "torchrun handlers of other packages")]
+pytestmark = since(2, 6, "torchrun handlers of other packages")
 
 WORKER = """
 import json, logging, os, sys

@@ -26,6 +26,8 @@ from support import LIMIT, tcpstore_server
 from tcpstore_async.torch import stores
 from versions import methods, needs, timeout_message
 
+pytestmark = pytest.mark.measured
+
 elastic_barrier: Any = elastic.barrier
 
 MINUTE = timedelta(seconds=60)

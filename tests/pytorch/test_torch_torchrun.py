@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
+from marks import exhaustive
 from support import Server, tcpstore_server, torch_server
 from tcpstore_async import AccessDeniedError
 from tcpstore_async import TCPStore as PlainTCPStore
@@ -47,7 +48,7 @@ from tls.certificates import HOSTS, certificates
 from tls.peers import TlsPeer, context
 from torch_forker import Program
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.measured, pytest.mark.timeout(600)]
 
 PATIENCE = 240.0
 """Seconds until a job is given up."""
@@ -146,7 +147,7 @@ def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("env", [{}, {"TCPSTORE_INSTALL": "1"}, {"TCPSTORE_INSTALL": "python,classes"}])
+@pytest.mark.parametrize("env", [{}, {"TCPSTORE_INSTALL": "1"}, exhaustive({"TCPSTORE_INSTALL": "python,classes"})])
 def test_a_killed_worker_restarts_the_round(job: Job, env: dict[str, str]) -> None:
     """And the workers of the next attempt find none of its keys."""
     nodes = 1 if env else 2
@@ -473,6 +474,7 @@ def test_timeouts_that_must_be_positive(port: int, name: str) -> None:
         rendezvous_handler.create_handler(parameters(port, **options))
 
 
+@pytest.mark.unmeasured
 def test_a_handler_joins_and_closes(server: int) -> None:
     handler = rendezvous_handler.create_handler(parameters(server))
     assert (handler.get_backend(), handler.get_run_id(), handler.is_closed()) == ("tcpstore", "job", False)

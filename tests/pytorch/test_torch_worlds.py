@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from marks import exhaustive, thinned
 from support import tcpstore_server
 
 Results = Callable[..., list[Any]]
 
 CLIENTS = ["native", "python"]
+WAYS_TO_ASK: list[dict[str, Any]] = [{"env": {"USE_LIBUV": "0"}}, {"options": {"query": "?use_libuv=0"}}]
 STORES = {"native": "torch._C._distributed_c10d.TCPStore", "python": "tcpstore_async.torch.stores.TCPStore"}
 
 
@@ -30,8 +32,10 @@ def check(found: list[Any], kinds: list[str]) -> None:
 @pytest.mark.parametrize(
     ("client", "scheme", "last"),
     [
-        *product(CLIENTS, ["tcp"], [0, 3]),
-        ("native", "env", 0),
+        *product(["native"], ["tcp"], [0, 3]),
+        ("python", "tcp", 0),
+        exhaustive("python", "tcp", 3),
+        exhaustive("native", "env", 0),
         ("python", "env", 3),
         *product(["native"], ["file"], [0, 3]),
     ],
@@ -42,7 +46,6 @@ def test_a_world_ends_quietly_whoever_leaves_last(results: Results, client: str,
     check(found, [kind] * 4)
 
 
-@pytest.mark.slow
 def test_eight_ranks_train_to_the_same_losses_as_on_stock_stores(results: Results) -> None:
     stock = results("train", 8)
     assert len({tuple(losses) for losses in stock}) == 8
@@ -50,17 +53,26 @@ def test_eight_ranks_train_to_the_same_losses_as_on_stock_stores(results: Result
         assert results("train", 8, scheme, install={"client": "native"}) == stock
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("stock", [[0, 3], [1, 3]])
+@pytest.mark.parametrize(
+    ("client", "stock"),
+    [("native", [0, 3]), ("python", [1, 3]), exhaustive("native", [1, 3]), exhaustive("python", [0, 3])],
+)
 def test_a_mixed_world(results: Results, client: str, stock: list[int]) -> None:
     kinds = [STORES["native" if rank in stock else client] for rank in range(4)]
     check(results("group", 4, stock=stock, install={"client": client}), kinds)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
-    ("scheme", "who"),
-    [("tcp", {"slow": 0}), ("env", {"slow": 2}), ("tcp", {"by_name": True, "slow": 0}), ("file", {"slow": 1})],
+    ("client", "scheme", "who"),
+    [
+        *product(CLIENTS, ["tcp"], [{"slow": 0}]),
+        ("python", "env", {"slow": 2}),
+        ("native", "tcp", {"by_name": True, "slow": 0}),
+        ("native", "file", {"slow": 1}),
+        exhaustive("native", "env", {"slow": 2}),
+        exhaustive("python", "tcp", {"by_name": True, "slow": 0}),
+        exhaustive("python", "file", {"slow": 1}),
+    ],
 )
 def test_jobs_in_a_row_on_one_address(results: Results, client: str, scheme: str, who: dict[str, Any]) -> None:
     """The fast ranks of a round come before the master has left the last one."""
@@ -73,8 +85,9 @@ def test_the_next_job_after_one_that_was_killed(ranks: Any, results: Results, cl
     check(results("group", 3, install={"client": client}), [STORES[client]] * 3)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("scheme", ["tcp", "file"])
+@pytest.mark.parametrize(
+    ("client", "scheme"), [*product(CLIENTS, ["tcp"]), ("native", "file"), exhaustive("python", "file")]
+)
 def test_a_group_that_is_never_destroyed(results: Results, client: str, scheme: str, tmp_path: Path) -> None:
     assert results("left_open", 2, scheme, install={"client": client}) == [3.0, 3.0]
     assert not list(tmp_path.iterdir())
@@ -129,8 +142,9 @@ def test_two_jobs_on_one_running_server(results: Results, client: str) -> None:
             check(found, [STORES[client]] * 3)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("way", [{"env": {"USE_LIBUV": "0"}}, {"options": {"query": "?use_libuv=0"}}])
+@pytest.mark.parametrize(
+    ("client", "way"), thinned(product(CLIENTS, WAYS_TO_ASK), [("native", WAYS_TO_ASK[0]), ("python", WAYS_TO_ASK[1])])
+)
 def test_the_backend_that_was_asked_for(results: Results, client: str, way: dict[str, Any]) -> None:
     assert results("backend", 1, "env", install={"client": client}, **way) == [[False, "threaded"]]
     more = {**way, "options": {"query": "?use_libuv=1"}}
@@ -158,9 +172,10 @@ WAYS = {
     ("kind", "way"),
     [
         *product(["tcp"], WAYS),
-        *product(["prefix", "cpp prefix"], ["plain", "store v2"]),
-        *product(["file", "over cpp"], ["plain"]),
-        ("file", "debug"),
+        *product(["prefix", "cpp prefix", "file", "over cpp"], ["plain"]),
+        ("cpp prefix", "store v2"),
+        exhaustive("prefix", "store v2"),
+        exhaustive("file", "debug"),
     ],
 )
 def test_a_group_over_a_dropped_store(results: Results, kind: str, way: str) -> None:

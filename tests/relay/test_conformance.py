@@ -7,20 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.script import Script
-from conformance.targets import TORCH_SERVERS, Servers, play, play_to_a_new_server, playable, servers
+from conformance.targets import TORCH_SERVERS, Servers, play, play_to_a_new_server, servers
 from conformance.test_vectors import SCRIPTS, STOCK
 from faults.fault_helpers import program
 from relay.relayed import OUR_SERVERS_BEHIND_RELAYS, RELAYS, RelayedTarget, Relays
 
 
-@pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.exhaustive)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return playable(request.param)
-
-
 @pytest.fixture(scope="module")
-def our_servers(backend: str) -> Iterator[Servers]:
-    with servers(OUR_SERVERS_BEHIND_RELAYS, backend) as running:
+def our_servers() -> Iterator[Servers]:
+    with servers(OUR_SERVERS_BEHIND_RELAYS, "uv") as running:
         yield running
 
 
@@ -31,10 +26,11 @@ def torch_servers() -> Iterator[Relays]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
-    play_to_a_new_server(script, our_servers, threads=backend == "threaded")
+def test_our_server(script: Script, our_servers: Servers) -> None:
+    play_to_a_new_server(script, our_servers)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
 def test_torch_server(script: Script, torch_servers: Relays) -> None:
     with RelayedTarget(torch_servers) as target:

@@ -13,8 +13,6 @@ from relay.load import Load
 from relay.servers import server_with
 from support import RawPeer, free_port, tcpstore_relay
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("scale", [1, 50])
 def test_connections_that_are_cut_at_any_byte(scale: int) -> None:

@@ -73,7 +73,6 @@ async def is_cut(server: int, direction: int, at: int) -> bool:
         return proxy.cuts > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("direction", [0, 1], ids=["up", "down"])
 async def test_a_connection_that_is_cut_behind_each_byte(stride: int, direction: int) -> None:

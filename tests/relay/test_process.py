@@ -45,6 +45,7 @@ def owner(server: int) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_it_ends_with_its_owner_though_a_child_of_that_lives_on() -> None:
     with tcpstore_server() as server, owner(server.port) as (process, pid, port), RawPeer(port) as rank:

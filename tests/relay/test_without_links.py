@@ -15,6 +15,8 @@ from conformance.frames import ping, set_, wait
 from faults.fault_helpers import get, num_keys, until
 from support import RawPeer, Server, free_port, tcpstore_relay, tcpstore_server, torch_server
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.fixture(scope="module", params=["libuv", "legacy", "threaded"])
 def server(request: pytest.FixtureRequest) -> Iterator[int]:

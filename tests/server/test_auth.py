@@ -32,6 +32,8 @@ from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.wire.commands import SERVER_KEY
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 KEYS = TokenKeys([("k1", b"a secret that nobody knows")])
 OTHER_KEYS = TokenKeys([("k1", b"another secret")])
 
@@ -386,6 +388,7 @@ def test_an_async_store_with_a_token_survives_resets(server: Server) -> None:
         asyncio.run(asyncio.wait_for(run(proxy.port, proxy.reset), LIMIT))
 
 
+@pytest.mark.unmeasured
 def test_a_forked_process_authenticates_for_itself(server: Server) -> None:
     with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create()) as store:
         store.set("k", "v")

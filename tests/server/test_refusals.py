@@ -35,6 +35,8 @@ from tls.certificates import certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import client_hello, old_version
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 WRITE = set_(b"/k", b"v")
 
 TLS_REQUIRED = "the server requires TLS: use tcps://, or set TCPSTORE_TLS=1"

@@ -24,6 +24,8 @@ from tls.certificates import Pair, certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import replace, serial
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 BOTH = "k1:a secret that nobody knows\nk2:the second secret\n"
 FIRST, _, _ = BOTH.partition("k2")
 

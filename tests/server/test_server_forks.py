@@ -14,6 +14,8 @@ import pytest
 from support import LIMIT
 from tcpstore_async import serve
 
+pytestmark = pytest.mark.slow
+
 SERVES = """
 import asyncio, os, signal, socket, sys, tcpstore_async
 

@@ -24,6 +24,8 @@ from tcpstore_async.server.listen_socket import (
 from tcpstore_async.server.rate_limited_log import RateLimitedLog
 from tcpstore_async.serving import serve
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:

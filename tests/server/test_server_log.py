@@ -29,7 +29,7 @@ from tcpstore_async.server.process.parent import ServerProcess, start
 from tcpstore_async.server.process.pidfd import Process
 from tcpstore_async.server.process.protocol import LogLine, encode
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.needs_proc]
 
 
 @pytest.fixture

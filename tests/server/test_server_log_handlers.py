@@ -21,6 +21,8 @@ from tcpstore_async.server import log_handlers
 from tcpstore_async.server.log_handlers import JsonHandler, NonBlockingHandler, OwnerHandler
 from tcpstore_async.server.process.protocol import LogLine
 
+pytestmark = pytest.mark.interpreted
+
 
 def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("tcpstore_async.server", logging.WARNING, __file__, 1, text, None, None)

@@ -24,7 +24,7 @@ from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
 from torch_forker import Program
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted, pytest.mark.needs_proc]
 
 IN_USE = (
     "The server socket has failed to listen on any local network address. port: {}, useIpv6: false, "
@@ -442,6 +442,7 @@ def test_the_warning_as_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
     assert port_is_free(port)
 
 
+@pytest.mark.unmeasured
 def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -548,6 +549,7 @@ print("good")
 """
 
 
+@pytest.mark.unmeasured
 def test_a_forked_worker_holds_nothing(where: str) -> None:
     assert run(FORKED, where, TCPSTORE_SERVER=where) == "good\n"
 

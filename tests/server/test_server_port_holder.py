@@ -18,7 +18,10 @@ from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.port_holder import PROC, Holder, by_holder, find_holder
 
-pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc here")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc here"),
+]
 
 
 @pytest.fixture(autouse=True)

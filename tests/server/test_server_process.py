@@ -22,7 +22,7 @@ from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.process import parent
 from tcpstore_async.server.process.parent import ServerProcess, StartError, start
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted, pytest.mark.needs_proc]
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from tcpstore_async.relay.process import RelayProcess
 from tcpstore_async.server.master import host
 from tcpstore_async.server.systemd import Manager, activated_fd, supervised
 
+pytestmark = pytest.mark.interpreted
+
 TCPSTORE = [sys.executable, "-m", "tcpstore_async"]
 
 KINDS = [["serve"], ["serve", "--backend", "threaded"], ["relay", "--upstream", "tcp://127.0.0.1:1"]]
@@ -87,29 +89,21 @@ def service(
 
 
 @pytest.mark.parametrize("words", KINDS, ids=lambda words: words[-1].partition(":")[0])
-def test_it_says_when_it_is_ready_and_when_it_ends(words: list[str], manager: FakeManager) -> None:
-    with service(words, {"NOTIFY_SOCKET": manager.address}) as (process, port):
+def test_it_says_when_it_is_ready_and_alive_and_when_it_ends(words: list[str], manager: FakeManager) -> None:
+    environment = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "100000"}
+    with service(words, environment) as (process, port):
         ready, status = manager.told()
         assert ready == "READY=1"
         assert status.startswith(f"STATUS=listening on 127.0.0.1:{port}, 0 ")
+        for _ in range(3):
+            assert manager.told()[0] == "WATCHDOG=1"
         socket.create_connection(("127.0.0.1", port), LIMIT).close()
         process.send_signal(signal.SIGTERM)
         while (told := manager.told())[0] != "STOPPING=1":
-            assert told[0].startswith("STATUS=")
+            assert told[0].startswith(("STATUS=", "WATCHDOG=1"))
         assert process.wait(LIMIT) == 0
         _, errors = process.communicate()
         assert "service manager" not in errors
-
-
-@pytest.mark.parametrize("words", KINDS, ids=lambda words: words[-1].partition(":")[0])
-def test_the_watchdog(words: list[str], manager: FakeManager) -> None:
-    environment = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "100000"}
-    with service(words, environment) as (process, _):
-        assert manager.told()[0] == "READY=1"
-        for _ in range(3):
-            assert manager.told()[0] == "WATCHDOG=1"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT) == 0
 
 
 def test_the_status_counts_clients(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.wire.commands import JOINS_KEY
 from tcpstore_async.wire.values import Framed
 
-pytestmark = pytest.mark.needs_proc
+pytestmark = [pytest.mark.slow, pytest.mark.needs_proc]
 
 MIB = 1 << 20
 

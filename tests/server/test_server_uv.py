@@ -22,7 +22,6 @@ from tcpstore_async.server import uv
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import LoopPoller, Poller, Report, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
-from tcpstore_async.serving import build
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -273,7 +272,7 @@ def test_a_wake_from_another_connection(run: Run, watch_with: WatchWith) -> None
     run(main)
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+@pytest.mark.interpreted("compiled functions are not looked up")
 @pytest.mark.parametrize("method", ["close_for", "lost"])
 def test_a_defect_while_one_connection_is_closed_leaves_the_others_served(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
@@ -357,7 +356,7 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
     run(main)
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+@pytest.mark.interpreted("compiled functions are not looked up")
 def test_no_write_hands_the_kernel_more_than_4_mib(
     run: Run, watch_with: WatchWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,7 +453,7 @@ def test_many_at_once(run: Run, watch_with: WatchWith) -> None:
     run(main)
 
 
-@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+@pytest.mark.interpreted("compiled functions are not looked up")
 def test_a_peer_that_is_evicted_while_many_are_flushed(
     run: Run, watch_with: WatchWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:

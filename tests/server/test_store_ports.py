@@ -190,6 +190,7 @@ def test_a_relay_of_a_port_is_refused() -> None:
         until(lambda: "this connection is in the store 'node7:1'" in relay.log(), "the relay says why")
 
 
+@pytest.mark.unmeasured
 async def test_a_forked_child_holds_no_port(backend: str) -> None:
     """As it holds nothing of its server."""
     async with serve(backend=backend) as server:

@@ -1,4 +1,4 @@
-"""Peers that make a server hold all they can, in every way there is, beside honest ones, on a small budget.
+"""Peers that make a server hold as much as they can, in every way, beside honest ones, on a small budget.
 
 Checked after each step: what is really held, counted here from the objects themselves, stays within the budget; an
 honest peer is answered, rightly, and never closed; at the end everything is given back.
@@ -17,7 +17,7 @@ from tcpstore_async.wire.values import size
 
 BUDGET = 2 * MIB
 SLACK = 200_000
-"""One reply, and one value, that are under way."""
+"""Bytes of one reply and one value in flight."""
 HONEST, HOGS = 3, 3
 
 
@@ -43,7 +43,7 @@ class Crowd:
         return session
 
     def ask(self, session: ServerSession, command: Command) -> bytes:
-        """What a peer that reads at once is answered."""
+        """Send a request and return the reply."""
         try:
             session.receive(command.frame)
         except PeerError as error:
@@ -126,7 +126,7 @@ class Crowd:
         self.hogs[number] = self.come()
 
     def held(self) -> int:
-        """Bytes that are held, each piece once; without overheads."""
+        """Return the bytes held, each piece once, without overheads."""
         keyspace = self.store.keyspace
         pieces = {id(value): size(value) for value in keyspace.values.values()}
         pieces.update((id(item), len(item)) for items in keyspace.queues.values() for item in items)
@@ -168,7 +168,7 @@ class Crowd:
 
 
 def perform(seed: int, steps: int = 150) -> int:
-    """One run; how many hogs were removed. Raises Difference."""
+    """Run a seed and return how many hogs were removed. Raises Difference."""
     crowd = Crowd(seed)
     for _ in range(steps):
         crowd.step()

@@ -1,4 +1,4 @@
-"""The real clients and a real server, through a proxy that cuts, resets and delays at the byte that a seed chooses.
+"""The real clients and a real server, through a proxy that cuts, resets and delays at bytes chosen by a seed.
 
 The same operations and the same book as on the stage (see `real`), with a kernel between: slower, and what a seed means
 depends on the machine, too.
@@ -26,7 +26,7 @@ from tcpstore_async.wire.values import unpack
 LIMIT = 20.0
 """Seconds for a connection through the proxy, which cuts some in the midst of their handshake."""
 SHORT = 0.1
-"""Seconds for what waits."""
+"""Timeout of calls that wait, in seconds."""
 WAITING = ("get", "get_other", "wait", "pop", "pop_now")
 _JOINED = requests.get(WORKERS_KEY)
 _RESET = struct.pack("ii", 1, 0)
@@ -91,7 +91,7 @@ class Proxy:
 
 
 class Caller(threading.Thread):
-    """A process, nearly: it has a store of its own."""
+    """A caller with its own store, in a thread."""
 
     dead = False
     losses = 0
@@ -157,7 +157,7 @@ def _joined(store: TCPStore) -> int:
 
 
 def perform(server: int, seed: int) -> Proxy:
-    """One run on the server at this port, which nobody else joins meanwhile. Raises Difference."""
+    """Run a seed on the server at this port, which must have no other clients. Raises Difference."""
     rng = random.Random(seed)
     book = Book()
     with TCPStore("127.0.0.1", server, timeout=LIMIT) as direct:

@@ -1,4 +1,4 @@
-"""The real clients on the stage: what they may lose and what they may not.
+"""The real clients on the stage, and a check that they lose nothing that they must not.
 
 Each actor has a list of operations, chosen like everything else. What is checked:
 
@@ -44,21 +44,21 @@ OPERATIONS = [
 ]
 
 QUEUING = 6
-"""So many of them are about the queue, whose items wander furthest."""
+"""How many of these concern the queue, whose items travel furthest."""
 
 Operation = tuple[str, float]
 
 
 class Book:
-    """What is known of all items, sums and joins."""
+    """The known state of all items, sums and joins."""
 
     def __init__(self) -> None:
         self.queue, self.sum = "q", "sum"
         self.serial = 0
         self.pushed: Counter[bytes] = Counter()
-        """By the server's account."""
+        """Items that the server has executed a push of."""
         self.returned: dict[bytes, list[tuple[Person, int]]] = {}
-        """To whom, and how often he had been cut off when he began to ask for it."""
+        """Callers, with how often each had been cut off when its request began."""
         self.confirmed: set[bytes] = set()
         self.added = 0
         self.perhaps_added = 0
@@ -70,7 +70,7 @@ class Book:
         return b"item%d" % self.serial
 
     def judge_items(self, queued: Counter[bytes], may_lose: bool, forgive: bool = False) -> None:
-        """Where everything that was pushed has come, everybody gone."""
+        """Check where each pushed item is after all have left."""
         twice = [item for item, count in self.pushed.items() if count > 1]
         if twice:
             raise Difference(f"items {twice} were pushed twice")
@@ -91,7 +91,7 @@ class Book:
 
 
 class StageBook(Book):
-    """The same, with a look into the server."""
+    """The same, with access to the server's state."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class StageBook(Book):
         self.listed += 1
 
     def judge(self) -> None:
-        """At the end, everybody gone."""
+        """Check everything after all have left."""
         keyspace = self.stage.store.keyspace
         queued = Counter(unpack(item) for items in keyspace.queues.values() for item in items)
         self.judge_items(queued, any(actor.dead for actor in self.stage.actors))
@@ -127,7 +127,7 @@ class StageBook(Book):
 
 
 class Person(Protocol):
-    """Whose operations they are."""
+    """The caller of operations."""
 
     name: str
     losses: int
@@ -144,13 +144,13 @@ class Script:
         self.unsure: list[bytes] = []
         """Items that were pushed since the last round trip."""
         self.store: object = None
-        """The store over which they were."""
+        """The store over which they were pushed."""
         self.mine = b""
-        """What the key holds that only this one writes."""
+        """Expected value of the key that only this actor writes."""
         self.sure = True
-        """Whether it does: a write may have been cut off."""
+        """Whether that is certain: a write may have been cut off."""
         self.losses = 0
-        """How often the actor had been cut off when the operation began."""
+        """How often the actor had been cut off at the start of the operation."""
 
     @property
     def key(self) -> str:
@@ -169,7 +169,7 @@ class Script:
         self.losses = self.actor.losses
 
     def give(self, item: bytes) -> None:
-        """An item was returned."""
+        """Note that an item was returned."""
         self.book.returned.setdefault(item, []).append((self.actor, self.losses))
         self.round_trip()
 
@@ -254,7 +254,7 @@ class Client(Actor):
     """An actor with a store."""
 
     def judge_timeout(self, script: Script, began: float, name: str, timeout: float) -> None:
-        """Time was up: then what it waits for was not there, or bytes were under way meanwhile."""
+        """Check a timeout: what it waited for was absent, or bytes were in flight."""
         book = script.book
         names = {"pop": [book.queue], "get": [script.key], "get_other": [book.sum], "wait": [book.sum, script.key]}.get(
             name, []
@@ -271,7 +271,7 @@ class Client(Actor):
         raise Difference(f"{self.name} timed out, but {keys} are there and nothing is under way")
 
     def judge_leases(self) -> None:
-        """Nothing is under way: it holds no items."""
+        """Check that an idle client holds no items."""
         for pipe in self.stage.pipes:
             if pipe.actor is self and pipe.served and not pipe.up and pipe.session.leases:
                 raise Difference(f"{self.name} keeps what nobody asked for: {pipe.session.leases}")
@@ -325,7 +325,7 @@ class SyncActor(Client):
         self.interrupt = self._handle_signal if how % 2 else strike
 
     def _handle_signal(self) -> None:
-        """A handler of signals, in the midst of whatever it does."""
+        """Handle a signal in the middle of any operation."""
         store, began, losses = self.store, self.stage.now, self.losses
         if store is None:
             return
@@ -410,7 +410,7 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
 
 
 def perform(choices: Choices, tell: Callable[[str], object] = lambda text: None) -> Stage:
-    """One run. Raises what is wrong."""
+    """Run the choices. Raises what is wrong."""
     draw = choices.draw
     stage = Stage(choices, (0, 10, 30, 60)[draw(4)], tell)
     book = StageBook(stage)
@@ -435,7 +435,7 @@ def perform(choices: Choices, tell: Callable[[str], object] = lambda text: None)
 
 
 def fault(given: list[int], seed: int | None = None) -> Exception | None:
-    """What is wrong with a run, if anything."""
+    """Return what is wrong with a run, if anything."""
     try:
         perform(Choices(given, seed))
     except Exception as error:
@@ -444,7 +444,7 @@ def fault(given: list[int], seed: int | None = None) -> Exception | None:
 
 
 def shrink(numbers: list[int], differs: Callable[[list[int]], Any] = fault) -> list[int]:
-    """Fewer and smaller numbers with which the run still fails."""
+    """Return fewer and smaller numbers with which the run still fails."""
     size = max(1, len(numbers) // 2)
     while size:
         at = 0

@@ -1,17 +1,17 @@
-"""Runs schedules by the number, and shows what fails as short as it gets.
+"""Run many schedules, and shrink and show those with a finding.
 
-    python tests/simulation/run.py --schedules 1000000 --jobs 2     sessions in memory, seeds 0 to 999,999
+    python tests/simulation/run.py --schedules 1000000              sessions in memory, seeds 0 to 999,999
     python tests/simulation/run.py --kind real --schedules 10000    the real clients on a stage
     python tests/simulation/run.py --kind hogs --schedules 1000     peers that want all the memory there is
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
     python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
-    python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of stores with names
+    python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of named stores
     python tests/simulation/run.py --kind tokens --schedules 1000   tokens with limits, and what is counted for them
+    python tests/simulation/run.py --scale 0.1                      all kinds, a tenth of what `make simulate` runs
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
 
-Which build runs is for PYTHONPATH to say: `PYTHONPATH=build/compiled`, which is faster. Defects can be put into the
-interpreted one only.
+PYTHONPATH=build/compiled runs the compiled build, which is faster. Only the interpreted one takes planted defects.
 """
 
 from __future__ import annotations
@@ -19,106 +19,113 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Container
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from properties import limited, linked
-from simulation import real, stores
-from simulation.hogs import perform as perform_hogs
-from simulation.planted import LIMITED, LINKED, NAMED, PLANTED, REAL, planted
-from simulation.proxied import perform as perform_proxied
-from simulation.schedule import chosen, fault, run, shrink
+from properties.shrinking import shrink
+from simulation import hogs, proxied, real, schedule, stores
+from simulation.planted import HOGGED, LIMITED, LINKED, NAMED, PLANTED, REAL, planted
 from simulation.stage import Choices
 from support import tcpstore_server
 from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
-PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100, "stores": 500, "tokens": 50}
-"""Seeds that a process runs before it reports."""
+
+
+class Kind(NamedTuple):
+    """A kind of schedule."""
+
+    perform: Callable[[int], int]
+    """Run the schedule of a seed and return a count. Raises what is wrong."""
+    counted: str
+    portion: int
+    """Seeds that a process runs before it reports."""
+    schedules: int
+    """Schedules that `make simulate` runs."""
+    defects: Iterable[str] = ()
+    """Planted defects that it finds."""
+    steps: Any = None
+    """The module whose schedules are lists of steps, and can be shrunk."""
+
+
+KINDS = {
+    "sessions": Kind(
+        lambda seed: schedule.run(schedule.chosen(seed)).done, "commands", 1000, 200_000, PLANTED, schedule
+    ),
+    "stores": Kind(lambda seed: stores.run(stores.chosen(seed)).done, "commands", 500, 200_000, NAMED, stores),
+    "links": Kind(lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 50_000, LINKED, linked),
+    "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
+    "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED),
+    "tokens": Kind(limited.run, "commands", 50, 2_000, LIMITED),
+    "proxied": Kind(lambda seed: _through_proxy(seed), "connections cut", 20, 200),
+}
+
+_port = 0
+"""Of the server behind the proxy."""
+
+
+def _through_proxy(seed: int) -> int:
+    return proxied.perform(_port, seed).losses
+
+
+def fault(kind: str, seed: int) -> Exception | None:
+    """Return what is wrong with the schedule of a seed, if anything, with a look after every step."""
+    given = KINDS[kind]
+    if given.steps is not None:
+        found: Exception | None = given.steps.fault(given.steps.chosen(seed))
+        return found
+    try:
+        given.perform(seed)
+    except Exception as error:  # the package's own, too
+        return error
+    return None
 
 
 def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
-    """Run these seeds: how many, how many commands or moves, what failed."""
-    moves = 0
+    """Run these seeds and return how many they are, the sum of what they count, and the failures."""
+    global _port
+    total = 0
     failures: list[Failure] = []
     backend = ("uv", "threaded")[seeds.start // len(seeds) % 2]
     with tcpstore_server("--backend", backend) if kind == "proxied" else contextlib.nullcontext() as server:
+        _port = server.port if server is not None else 0
         for seed in seeds:
             try:
-                if server is not None:
-                    moves += perform_proxied(server.port, seed).losses
-                elif kind == "hogs":
-                    moves += perform_hogs(seed)
-                elif kind == "real":
-                    moves += real.perform(Choices([], seed)).moved
-                elif kind == "links":
-                    moves += linked.run(*linked.chosen(seed)).broken
-                elif kind == "stores":
-                    moves += stores.run(stores.chosen(seed)).done
-                elif kind == "tokens":
-                    moves += limited.run(seed)
-                else:
-                    moves += run(chosen(seed)).done
+                total += KINDS[kind].perform(seed)
             except Exception as error:  # the package's own, too
                 failures.append((seed, repr(error)))
-    return len(seeds), moves, failures
+    return len(seeds), total, failures
 
 
-def explain(kind: str, seed: int) -> int:
-    """Show one schedule, cut down if it fails; the status to exit with."""
-    if kind in ("proxied", "hogs", "tokens"):
-        print(portion(kind, range(seed, seed + 1))[2])
-        return 0
+def explain(kind: str, seed: int) -> bool:
+    """Show one schedule, shrunk if it fails. Return True if it does."""
     if kind == "real":
         return explain_real(seed)
-    if kind == "links":
-        return explain_links(seed)
-    if kind == "stores":
-        return explain_stores(seed)
-    schedule = chosen(seed)
-    wrong = fault(schedule)
-    if wrong is None:
-        print(f"seed {seed}: nothing is wrong")
-    else:
-        schedule = shrink(schedule)
-        print(f"seed {seed}: {wrong!r}\ncut down: {fault(schedule)!r}")
-    print(f"{schedule.clients} clients, soft limit {schedule.soft}, pipelines {schedule.pipelines:b}")
+    module = KINDS[kind].steps
+    if module is None:
+        failures = portion(kind, range(seed, seed + 1))[2]
+        print(failures or f"seed {seed}: nothing is wrong")
+        return bool(failures)
+    schedule = module.chosen(seed)
+    wrong = module.fault(schedule)
+    print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
+    if wrong is not None:
+        schedule = shrink(schedule, module.fault)
+        print(f"cut down: {module.fault(schedule)!r}")
+    print(schedule._replace(steps=[]))
     for step in schedule.steps:
         print(f"    {step!r},")
     return wrong is not None
 
 
-def explain_links(seed: int) -> int:
-    links, steps, part = linked.chosen(seed)
-    wrong = linked.fault(links, steps, part)
-    print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
-    if wrong is not None:
-        steps = linked.shrink(links, steps, part)
-        print(f"cut down: {linked.fault(links, steps, part)!r}")
-    print(f"{links} links, portions of {part}")
-    for step in steps:
-        print(f"    {step!r},")
-    return wrong is not None
-
-
-def explain_stores(seed: int) -> int:
-    schedule = stores.chosen(seed)
-    wrong = stores.fault(schedule)
-    print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
-    if wrong is not None:
-        schedule = stores.shrink(schedule)
-        print(f"cut down: {stores.fault(schedule)!r}")
-    print(f"{schedule.clients} clients, portions of {schedule.portion}")
-    for step in schedule.steps:
-        print(f"    {step!r},")
-    return wrong is not None
-
-
-def explain_real(seed: int) -> int:
+def explain_real(seed: int) -> bool:
     choices = Choices([], seed)
     try:
         real.perform(choices)
@@ -126,45 +133,38 @@ def explain_real(seed: int) -> int:
         print(f"seed {seed}: {error!r}")
     else:
         print(f"seed {seed}: nothing is wrong")
-        return 0
+        return False
     numbers = real.shrink(choices.taken)
     print(f"cut down: {real.fault(numbers)!r}\n{numbers}")
     with contextlib.suppress(Exception):
         real.perform(Choices(numbers, None), tell=print)
-    return 1
+    return True
 
 
-def many(kind: str, first: int, count: int, jobs: int, most: int) -> int:
-    """Run so many schedules; the status to exit with."""
+def many(kind: str, seeds: range, jobs: int, most: int) -> bool:
+    """Run the schedules of these seeds, print a line and explain what fails. Return True if anything does."""
     began = told = time.monotonic()
-    size = PORTIONS[kind]
-    parts = [(kind, range(at, min(at + size, first + count))) for at in range(first, first + count, size)]
-    done = moves = 0
+    size = KINDS[kind].portion
+    parts = [(kind, seeds[at : at + size]) for at in range(0, len(seeds), size)]
+    done = total = 0
     failures: list[Failure] = []
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for schedules, moved, failed in pool.imap_unordered(_portion, parts):
+        for schedules, counted, failed in pool.imap_unordered(_portion, parts):
             done += schedules
-            moves += moved
+            total += counted
             failures += failed
             for seed, error in failed:
-                print(f"seed {seed}: {error}", flush=True)
+                print(f"{kind}, seed {seed}: {error}", flush=True)
             if time.monotonic() - told > 10:
                 told = time.monotonic()
-                print(f"{done:,} of {count:,}, {done / (told - began):,.0f} a second", file=sys.stderr, flush=True)
+                print(f"{done:,} of {len(seeds):,}, {done / (told - began):,.0f} a second", file=sys.stderr, flush=True)
             if len(failures) >= most:
                 break
     seconds = time.monotonic() - began
-    what = {
-        "sessions": "commands",
-        "stores": "commands",
-        "tokens": "commands",
-        "real": "moves",
-        "hogs": "peers removed",
-        "proxied": "connections cut",
-    }.get(kind, "links broken")
     print(
-        f"{done:,} schedules, {moves:,} {what}, {len(failures)} findings; "
-        f"{build()} build, {jobs} processes, {seconds:,.0f} s"
+        f"{kind}: {done:,} schedules, {total:,} {KINDS[kind].counted}, {len(failures)} findings; "
+        f"{build()} build, {jobs} processes, {seconds:,.0f} s",
+        flush=True,
     )
     for seed, _ in sorted(failures)[:3]:
         explain(kind, seed)
@@ -175,48 +175,54 @@ def _portion(given: tuple[str, range]) -> tuple[int, int, list[Failure]]:
     return portion(*given)
 
 
-_KINDS: dict[str, Container[str]] = {"real": REAL, "links": LINKED, "stores": NAMED, "tokens": LIMITED}
-"""By kind of schedule, the defects that it finds; `sessions` finds the others."""
+def first_seed(name: str, most: int) -> tuple[str, int] | None:
+    """Return the kind of schedule that is to find a planted defect and the first seed that does, or None."""
+    kind = next(kind for kind, given in KINDS.items() if name in given.defects)
+    finding = REAL[name].finding if name in REAL else ""
+    for seed in range(most):
+        wrong = fault(kind, seed)
+        if wrong is not None and finding in str(wrong):
+            return kind, seed
+    return None
 
 
-def find(name: str, most: int) -> int:
-    """How soon a planted defect is found; the status to exit with."""
+def find(name: str, most: int) -> bool:
+    """Show how soon a planted defect is found. Return True if it is not."""
     with planted(name):
-        for seed in range(most):
-            if name in LINKED:
-                wrong = linked.fault(*linked.chosen(seed))
-            elif name in NAMED:
-                wrong = stores.fault(stores.chosen(seed))
-            elif name in LIMITED:
-                wrong = limited.fault(seed)
-            else:
-                wrong = real.fault([], seed) if name in REAL else fault(chosen(seed))
-            if wrong is not None and (name not in REAL or REAL[name].finding in str(wrong)):
-                kind = next((kind for kind, planted in _KINDS.items() if name in planted), "sessions")
-                return 0 * explain(kind, seed)
-    print(f"not found in {most:,} schedules")
-    return 1
+        found = first_seed(name, most)
+        if found is not None:
+            explain(*found)
+        else:
+            print(f"not found in {most:,} schedules")
+    return found is None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=PORTIONS, default="sessions", help="what is run")
+    parser.add_argument("--kind", choices=KINDS, default="sessions", help="what is run")
     parser.add_argument("--schedules", type=int, default=10_000, help="how many")
+    parser.add_argument("--scale", type=float, help="run all kinds, as many schedules as `make simulate` times this")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per processor)")
     parser.add_argument("--most", type=int, default=10, help="findings after which it ends")
     parser.add_argument("--seed", type=int, help="this one only, in full")
     parser.add_argument(
         "--plant",
-        choices=[*PLANTED, *REAL, *LINKED, *NAMED, *LIMITED],
-        help="put in a defect, and look how soon it is found",
+        choices=[name for given in KINDS.values() for name in given.defects],
+        help="plant a defect, and see how soon it is found",
     )
     given = parser.parse_args()
     if given.plant:
         return find(given.plant, given.schedules)
     if given.seed is not None:
         return explain(given.kind, given.seed)
-    return many(given.kind, given.first, given.schedules, given.jobs, given.most)
+    counts = {given.kind: given.schedules}
+    if given.scale is not None:
+        counts = {kind: round(one.schedules * given.scale) for kind, one in KINDS.items()}
+    failed = [
+        many(kind, range(given.first, given.first + count), given.jobs, given.most) for kind, count in counts.items()
+    ]
+    return any(failed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Schedules: chosen by a seed, run, and cut down to what still fails.
+"""Schedules, chosen by a seed, and how they run.
 
 A schedule is the size of its world and a list of steps, see `world`.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from properties.shrinking import fewest
 from simulation.world import LEASED, Step, World
 
 KEYS = [b"/a", b"/b", b"/n"]
 QUEUES = [b"/q", b"/r"]
 VALUES = [b"", b"1", b"x" * 9]
 MANY = [[*KEYS, KEYS[0]], [*KEYS[:2], QUEUES[0], KEYS[1]], [*KEYS, QUEUES[0]]]
-"""Lists that are long enough to be shared."""
+"""Key lists long enough to be shared."""
 
 CALLS: list[tuple[int, str, str]] = [
     # weight, program, fields: k key, K keys, M many keys, v value, n number, q queue, l queue of leases, w world size
@@ -55,7 +54,7 @@ CALLS: list[tuple[int, str, str]] = [
 ]
 
 AGENT_CALLS = {"agent": 60, "beat": 24, "describe": 3, "give_up": 3, "close": 1, "end": 2}
-"""What the agents of an elastic job do."""
+"""Weights of what the agents of an elastic job do."""
 
 WEIGHTS = {
     "call": 30,
@@ -73,13 +72,13 @@ WEIGHTS = {
 
 
 class Schedule(NamedTuple):
-    """What happens."""
+    """A world and its steps."""
 
     clients: int
     soft: int
     """The server's limit of unsent bytes."""
     pipelines: int
-    """One bit a client."""
+    """One bit per client."""
     steps: list[Step]
 
 
@@ -89,7 +88,7 @@ _CALL_WEIGHTS = [weight for weight, _, _ in CALLS]
 
 
 def chosen(seed: int) -> Schedule:
-    """The schedule of a seed. Every eighth is about agents, which achieve little among other calls."""
+    """Return the schedule of a seed. Every eighth has agents only, which achieve little among other calls."""
     rng = random.Random(seed)
     if seed % 8 == 7:
         return _agents(rng)
@@ -126,7 +125,7 @@ def chosen(seed: int) -> Schedule:
 
 
 def _agents(rng: random.Random) -> Schedule:
-    """Agents that meet, beat, are late, leave and die."""
+    """Return a schedule of agents that meet, beat, are late, leave and die."""
     clients = rng.choice((2, 3, 3, 4, 5))
     weights = [weight * rng.choice((0, 1, 1, 3)) for weight in (*WEIGHTS.values(), 8)]
     weights[0], weights[1] = 60, rng.choice((40, 80))
@@ -177,7 +176,7 @@ def _field(rng: random.Random, kind: str) -> Any:
 
 
 def run(schedule: Schedule, every: int = 16) -> World:
-    """Run it, with a look at all invariants after every so many steps. Raises what is wrong."""
+    """Run a schedule, and check all invariants after every few steps. Raises what is wrong."""
     world = World(schedule.clients, schedule.soft, schedule.pipelines)
     for count, step in enumerate(schedule.steps):
         world.do(step)
@@ -188,16 +187,9 @@ def run(schedule: Schedule, every: int = 16) -> World:
 
 
 def fault(schedule: Schedule) -> Exception | None:
-    """What is wrong, if anything, with a look after every step."""
+    """Return what is wrong, if anything, with a check after each step."""
     try:
         run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(schedule: Schedule) -> Schedule:
-    """A part of the schedule that still fails, from which no step can be left out."""
-    return schedule._replace(
-        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
-    )

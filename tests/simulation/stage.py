@@ -45,12 +45,12 @@ class Killed(BaseException):
 
 
 def _job(session: ServerSession) -> Any:
-    """What its last command has left to do, where commands do that in steps."""
+    """Return what remains of its last command, where commands run in steps."""
     return getattr(session, "job", None)
 
 
 def _store(portion: int) -> Store:
-    """A store that does so many keys in a step, if it does steps."""
+    """Return a store that handles this many keys in a step, if it has steps."""
     any_engine: Any = Store
     return cast(Store, any_engine(Limits(), portion) if _STEPS else any_engine(Limits()))
 
@@ -59,7 +59,7 @@ _STEPS: Final = hasattr(Store(Limits()).keyspace, "work")
 
 
 class Choices:
-    """Numbers that say what happens: given ones first, then random ones, or 0, the quiet choice."""
+    """Numbers that decide what happens: first the given ones, then random ones, or 0, the quiet choice."""
 
     def __init__(self, given: list[int], seed: int | None) -> None:
         self.taken: list[int] = []
@@ -77,7 +77,7 @@ class Choices:
 
 
 class Pipe:
-    """One connection: real session at the server's end, an actor at the other."""
+    """A connection between a real session and an actor."""
 
     def __init__(self, stage: Stage, actor: Actor) -> None:
         self.stage = stage
@@ -86,14 +86,14 @@ class Pipe:
         self.up = bytearray()
         self.down = bytearray()
         self.open = True
-        """Whether the client has its end."""
+        """Whether the client's end is open."""
         self.served = True
-        """Whether the server has."""
+        """Whether the server's end is open."""
         self.was_reset = False
         self.rest = bytearray()
-        """What has reached the client's kernel."""
+        """Bytes that have reached the client's kernel."""
         self.on_data: Callable[[], None] | None = None
-        """For a transport: bytes, or the end, have come."""
+        """Callback of a transport, called when bytes or the end have arrived."""
 
     def __str__(self) -> str:
         return f"{self.actor.name}, connection {self.stage.pipes.index(self)}:"
@@ -110,7 +110,7 @@ class Pipe:
         return bool(self.rest) or self.was_reset or (not self.served and not self.down) or not self.open
 
     def take(self, size: int) -> bytes:
-        """What has come, b"" at the end. Raises ConnectionResetError."""
+        """Return received bytes, b"" at the end. Raises ConnectionResetError."""
         if not self.rest and self.was_reset:
             raise ConnectionResetError(104, "Connection reset by peer")
         data = bytes(self.rest[:size])
@@ -123,13 +123,13 @@ class Pipe:
     # The network
 
     def moves(self) -> bool:
-        """Whether there is something to carry, or to go on with."""
+        """Return True if there are bytes to carry or work to continue."""
         if _job(self.session) is not None:
             return self.served
         return bool(self.up and self.served) or bool(self.down and self.open) or (self.served and not self.open)
 
     def carry(self, count: int) -> None:
-        """Have so many bytes arrive, all for 0, at one of the ends; or the server goes on with a command."""
+        """Deliver this many bytes, all for 0, to one of the ends; or continue a command of the server."""
         if _job(self.session) is not None:
             self._arrive(b"")
         elif self.up and self.served:
@@ -149,7 +149,7 @@ class Pipe:
             self.leave()
 
     def cut(self, how: int) -> None:
-        """0: the server's end goes, what it sent still arrives. 1: a reset that both hear. 2: only the client does."""
+        """0: close the server's end, its bytes still arrive. 1: reset, both ends see it. 2: only the client does."""
         self.stage.tell(f"{self} is cut, {('by the server', 'reset', 'reset for the client only')[how]}")
         if how == 0:
             self.leave()
@@ -193,7 +193,7 @@ class Stage:
         self.choices = choices
         self.report = tell
         self.trouble = trouble
-        """How many in a thousand moves are no good."""
+        """How many of a thousand moves do harm."""
         self.now = 1000.0
         self.store = _store(1 + choices.draw(3))
         self.store.identify(json.encode(Identity("tcpstore_async", VERSION, SINGLE_LINKS - 1, "one")))
@@ -205,14 +205,14 @@ class Stage:
         self.back.acquire()
         self.moved = 0
         self.rushed = 0.0
-        """When time last passed though somebody could have gone on."""
+        """When time last passed although an actor could have run."""
 
     def tell(self, text: str) -> None:
-        """For readers of the log."""
+        """Write a line of the log."""
         self.report(f"{self.now:.3f} {text}")
 
     def observe(self, opcode: int, seen: Callable[..., None]) -> None:
-        """Have this called with the fields of each such command, before it is executed."""
+        """Call this with the fields of each such command, before it is executed."""
         slot = self.store.slot(opcode)
         assert slot is not None
         call = slot.call
@@ -242,7 +242,7 @@ class Stage:
         return any(pipe.moves() for pipe in self.pipes) or self.has_work()
 
     def play(self, most: int = 2000) -> None:
-        """Until every actor is done. After so many moves, or when the choices end, all goes quietly."""
+        """Run until every actor is done. After many moves, or at the end of the choices, nothing does harm any more."""
         for actor in self.actors:
             actor.start()
             self.back.acquire()
@@ -279,11 +279,11 @@ class Stage:
             self.work()
 
     def has_work(self) -> bool:
-        """Whether commands have left something to do."""
+        """Return True if commands have left work."""
         return bool(getattr(self.store.keyspace, "work", None))
 
     def work(self) -> None:
-        """The server goes on with that."""
+        """Continue the server's work."""
         keyspace: Any = self.store.keyspace
         keyspace.step()
         self.flush()
@@ -316,7 +316,7 @@ class Stage:
             actor.kill()
 
     def end(self) -> None:
-        """Have no thread left."""
+        """End all threads."""
         for actor in self.actors:
             while actor.is_playing():
                 actor.kill()
@@ -336,14 +336,14 @@ class Actor(threading.Thread):
         self.dead = False
         self.done = False
         self.losses = 0
-        """How often a connection of its was cut."""
+        """How often its connections were cut."""
         self.skew: float | None = None
-        """How far the clock of an actor that dies is ahead: nobody waits for its end."""
+        """How far the clock of a dying actor is ahead: the others do not wait for its end."""
         self.error: BaseException | None = None
         self.interrupt: Callable[[], None] | None = None
 
     def act(self) -> None:
-        """What it does."""
+        """Act; runs in the actor's thread."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -366,12 +366,12 @@ class Actor(threading.Thread):
         return self.interrupt is not None or self.ready() or (self.until is not None and self.until <= self.stage.now)
 
     def go(self) -> None:
-        """The director has it go on until it would block."""
+        """Run it until it would block; called by the director."""
         self.ticket.release()
         self.stage.back.acquire()
 
     def pause(self, ready: Callable[[], bool], until: float | None) -> None:
-        """Called by itself: until something holds, or a time. Raises what disturbs it."""
+        """Wait for a condition or a time; called by the actor. Raises what disturbs it."""
         if self.dead:
             raise Killed
         self.ready, self.until = ready, until
@@ -384,10 +384,10 @@ class Actor(threading.Thread):
             interrupt()
 
     def disturb(self, how: int) -> None:
-        """Interrupt what it does."""
+        """Interrupt the actor."""
 
     def kill(self) -> None:
-        """Its process dies: what it has sent still arrives."""
+        """Kill its process; its bytes still arrive."""
         self.dead = True
         for pipe in self.stage.pipes:
             if pipe.actor is self:
@@ -405,7 +405,7 @@ def _me() -> Actor:
 
 
 class Socket(socket.socket):
-    """Looks like a connected socket; has none."""
+    """A stand-in for a connected socket."""
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(socket.AF_INET, socket.SOCK_STREAM, fileno=None)
@@ -437,7 +437,7 @@ class Socket(socket.socket):
 
 
 class Poll:
-    """`select.poll`, for such sockets."""
+    """A stand-in for `select.poll`, for these sockets."""
 
     def __init__(self) -> None:
         self.pipe: Pipe | None = None
@@ -485,7 +485,7 @@ def _connect(
 
 
 class Selector(selectors.BaseSelector):
-    """Nothing is ever ready in the kernel; who waits hands over to the director."""
+    """A selector without descriptors; a wait hands over to the director."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
@@ -511,7 +511,7 @@ class Selector(selectors.BaseSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A loop in an actor."""
+    """An event loop in an actor."""
 
     def __init__(self, actor: Actor) -> None:
         selector = Selector(actor)
@@ -526,7 +526,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Transport(asyncio.Transport):
-    """As one of asyncio's."""
+    """A stand-in for a transport of asyncio."""
 
     def __init__(self, loop: Loop, pipe: Pipe, protocol: Any) -> None:
         super().__init__()
@@ -602,7 +602,7 @@ def _set(news: asyncio.Future[None]) -> None:
 
 
 def run_on_loop(actor: Actor, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """As `asyncio.run`, in an actor."""
+    """Replace `asyncio.run` in an actor."""
     loop = Loop(actor)
     task = loop.create_task(main())
     try:
@@ -638,7 +638,7 @@ def _virtual_poll() -> Any:
 
 
 def _wait_for_turn(ticket: Ticket, seconds: float | None) -> bool:
-    """In place of `Ticket.wait`: the lock is held by this thread itself, in the call that a handler interrupts."""
+    """Replace `Ticket.wait`: this thread itself holds the lock, in the call that a handler interrupts."""
     me = threading.current_thread()
     if not isinstance(me, Actor):
         return ticket.notified.acquire(timeout=-1 if seconds is None else seconds)
@@ -648,7 +648,7 @@ def _wait_for_turn(ticket: Ticket, seconds: float | None) -> bool:
 
 @contextmanager
 def machine() -> Iterator[None]:
-    """In actors, time and sockets are the stage's; elsewhere they stay what they are."""
+    """Give actors the time and sockets of the stage; others keep the real ones."""
     places: list[tuple[Any, str, Any]] = [
         (time, "monotonic", _virtual_monotonic),
         (time, "sleep", _virtual_sleep),

@@ -1,4 +1,4 @@
-"""Stores with names in memory: processes that own, enter, use and lose them, over connections that are cut anywhere.
+"""Named stores in memory: processes own, enter, use and lose them, over connections that are cut anywhere.
 
 The server's sessions, engines and registry are real, and so is what clients do to enter a store; bytes are carried in
 pieces. A model decides who may enter which store, and holds the content of each (`properties.model`). Checked is that
@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple
 
 from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
-from properties.shrinking import fewest
 from simulation.world import ENCODERS
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
@@ -41,15 +40,15 @@ Step = tuple[Any, ...]
 
 NAMES: Final = ("a", "b")
 SLOTS: Final = 3
-"""Connections of a process, at most."""
+"""Most connections of a process."""
 DROPPED: Final = "an administrator dropped it"
 GAVE_UP: Final = b"\xff" * 8
-"""The reply to a cancel, which no reply to ENTER begins with."""
+"""Reply to a cancel; no reply to ENTER begins with it."""
 WHO: Final = f"host {socket.gethostname()}, pid {os.getpid()}"
 
 
 class Life:
-    """What an incarnation of a name should be. The store without a name has none."""
+    """The expected state of one incarnation of a name, or of the unnamed store."""
 
     def __init__(self, portion: int, store: Store, name: str = "", attempt: str = "") -> None:
         self.model = Model(portion)
@@ -61,12 +60,12 @@ class Life:
         self.owners: dict[Connection, str] = {}
         self.ids: set[str] = set()
         self.members: dict[Connection, bool] = {}
-        """Those in it; whether they count as others when its owner ends it."""
+        """Sessions in the store; whether they count as others when its owner ends it."""
         self.over = ""
 
 
 class Connection:
-    """Both ends of a connection, and what is on its way between them."""
+    """Both ends of a connection, and the bytes in flight."""
 
     def __init__(self, store: Store, nameless: Life, number: int) -> None:
         self.server = ServerSession(store, number, "::1", number, 0.0)
@@ -74,18 +73,18 @@ class Connection:
         self.up = bytearray()
         self.down = bytearray()
         self.frames: deque[list[Any]] = deque()
-        """Requests that have not arrived completely: method, fields, and the number of missing bytes."""
+        """Requests that have not fully arrived: method, fields, and the number of missing bytes."""
         self.life = nameless
         self.peer: Peer = nameless.model.enter()
         self.entry: StoreName | None = None
-        """What it waits for, as far as the server knows."""
+        """What it waits for, as the server sees it."""
         self.name: StoreName | None = None
-        """What its client has asked for."""
+        """What its client has requested."""
         self.program: Generator[tuple[bytes, PendingCall], None, None] | None = None
         """What enters the store."""
         self.call: PendingCall | None = None
         self.there = True
-        """Whether the server has its end still."""
+        """Whether the server's end is open."""
 
 
 class Client:
@@ -95,7 +94,7 @@ class Client:
         self.number = number
         self.slots: list[Connection | None] = [None] * SLOTS
         self.known: dict[str, str] = {}
-        """By name, in which incarnation it was last."""
+        """The incarnation that it was last in, keyed by name."""
 
 
 class World:
@@ -112,7 +111,7 @@ class World:
         self.newest: NamedStore | None = None
         self.nameless = Life(portion, self.store)
         self.lives: dict[str, Life] = {}
-        """By name, those that have not ended."""
+        """Stores that have not ended, keyed by name."""
         self.by_incarnation: dict[str, Life] = {}
         self.connections: list[Connection] = []
         self.clients = [Client(number) for number in range(clients)]
@@ -169,7 +168,7 @@ class World:
         self._advance(client, slot, connection)
 
     def _advance(self, client: Client, slot: int, connection: Connection) -> None:
-        """Go on entering."""
+        """Continue to enter."""
         assert connection.program is not None
         assert connection.name is not None
         pending = connection.session.pending
@@ -309,7 +308,7 @@ class World:
         return False
 
     def _leave(self, connection: Connection) -> None:
-        """The server's end goes."""
+        """Close the server's end."""
         connection.there = False
         connection.server.leave()
         life = connection.life
@@ -342,7 +341,7 @@ class World:
         self._compare()
 
     def _evict(self) -> None:
-        """Close what the server wants to be closed: those whose store has ended."""
+        """Close the connections that the server closes because their store has ended."""
         evicted = self.store.hub.evicted
         while evicted:
             server, error = next(iter(evicted.items()))
@@ -357,7 +356,7 @@ class World:
             self._leave(connection)
 
     def _compare(self) -> None:
-        """Compare what everybody was sent, and take it."""
+        """Compare and take the output of all sessions."""
         self._evict()
         for connection in self.connections:
             if not connection.there:
@@ -378,7 +377,7 @@ class World:
         self.store.hub.pending_flush.clear()
 
     def _take(self, connection: Connection, count: int) -> None:
-        """The first bytes of what a session is sent leave the server."""
+        """Send the first bytes of a session's output."""
         server = connection.server
         said = b"".join(server.out)
         server.out[:] = [said[count:]] if said[count:] else []
@@ -403,7 +402,7 @@ class World:
                 raise Difference(f"no reply to ENTER, expected {decision}")
 
     def _note_let_in(self, connection: Connection) -> None:
-        """A session that waited for a store may have been answered."""
+        """Note the answer to a session that waited for a store, if there is one."""
         entry = connection.entry
         said = b"".join(connection.server.out)
         if entry is None or not said or said.startswith(GAVE_UP):
@@ -419,7 +418,7 @@ class World:
             self._model_puts(connection, entry, reply.incarnation)
 
     def _decide(self, entry: StoreName) -> tuple[str, str] | None:
-        """Return the reply to ENTER and its reason; None for who has to wait."""
+        """Return the reply to ENTER and its reason; None if the session must wait."""
         name, life = entry.name, self.lives.get(entry.name)
         entered = ENTERED, ""
         if entry.incarnation:
@@ -483,7 +482,7 @@ class World:
     # Invariants
 
     def check(self) -> None:
-        """Check what holds between any two steps."""
+        """Check the invariants between two steps."""
         _same("stores", sorted(self.named.stores), sorted(self.lives))
         for life in (self.nameless, *self.lives.values()):
             keyspace = life.store.keyspace
@@ -497,7 +496,7 @@ class World:
             _same("owners", dict(store.owners), {c.server: of for c, of in life.owners.items()})
 
     def rest(self) -> None:
-        """Let everything arrive that can; nobody may wait then who need not."""
+        """Deliver everything; then no session may wait without need."""
         moving = True
         while moving:
             moving = bool(self.store.keyspace.work or self.named.to_work or self.released)
@@ -515,7 +514,7 @@ class World:
                 raise Difference(f"a connection waits for {connection.entry.name!r}, which is there")
 
     def finish(self) -> None:
-        """Let all leave; nothing may be held then."""
+        """Make all clients leave; then nothing may be held."""
         self.rest()
         self.check()
         for client in self.clients:
@@ -555,7 +554,7 @@ WEIGHTS: Final = {
 
 
 class Schedule(NamedTuple):
-    """What happens."""
+    """A world and its steps."""
 
     clients: int
     portion: int
@@ -637,7 +636,7 @@ def _request(rng: random.Random) -> tuple[str, tuple[Any, ...]]:
 
 
 def run(schedule: Schedule, every: int = 16) -> World:
-    """Run it, with a look at the invariants after every so many steps. Raises what is wrong."""
+    """Run a schedule, and check the invariants after every few steps. Raises what is wrong."""
     world = World(schedule.clients, schedule.portion)
     for count, step in enumerate(schedule.steps):
         world.do(step)
@@ -648,16 +647,9 @@ def run(schedule: Schedule, every: int = 16) -> World:
 
 
 def fault(schedule: Schedule) -> Exception | None:
-    """Return what is wrong, if anything, with a look after every step."""
+    """Return what is wrong, if anything, with a check after each step."""
     try:
         run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None
-
-
-def shrink(schedule: Schedule) -> Schedule:
-    """Return a part of the schedule that still fails, from which no step can be left out."""
-    return schedule._replace(
-        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
-    )

@@ -1,40 +1,55 @@
-"""Short schedules end without a finding, and each planted defect is found. `run.py` runs more of them."""
+"""Some schedules of each kind end without a finding. `run.py` runs more of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from simulation.planted import PLANTED, planted
-from simulation.schedule import chosen, fault, run, shrink
-from tcpstore_async.serving import build
+from simulation import real
+from simulation.hogs import perform
+from simulation.run import KINDS, portion
+from simulation.schedule import chosen
+from simulation.stage import Choices
 
-PORTION = 500
-MOST = 3000
-"""Schedules within which a defect is found."""
+SEEDS = {
+    "sessions": range(0, 5000, 500),
+    "stores": range(0, 2000, 500),
+    "links": range(50, 150, 50),
+    "real": range(0, 500, 100),
+    "hogs": range(0, 40, 10),
+    "tokens": range(0, 300, 30),
+}
 
 
-@pytest.mark.parametrize("first", range(0, 10 * PORTION, PORTION))
-def test_schedules_have_no_finding(first: int) -> None:
-    for seed in range(first, first + PORTION):
-        try:
-            run(chosen(seed))
-        except Exception as error:
-            pytest.fail(f"python tests/simulation/run.py --seed {seed}: {error!r}\n{shrink(chosen(seed))}")
+@pytest.mark.parametrize(("kind", "first"), [(kind, first) for kind, seeds in SEEDS.items() for first in seeds])
+def test_schedules_have_no_finding(kind: str, first: int) -> None:
+    _, total, failures = portion(kind, range(first, first + SEEDS[kind].step))
+    assert not failures, f"python tests/simulation/run.py --kind {kind} --seed {failures[0][0]}: {failures}"
+    assert total > 0
+
+
+def test_every_kind_is_tried() -> None:
+    assert set(SEEDS) | {"proxied"} == set(KINDS)
+
+
+def test_an_evicted_peer_that_goes_on_sending() -> None:
+    perform(7_000_348)
 
 
 def test_a_seed_means_one_schedule() -> None:
     assert chosen(7) == chosen(7) != chosen(8)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_defect_is_found(name: str) -> None:
-    with planted(name):
-        failing = next((schedule for schedule in map(chosen, range(MOST)) if fault(schedule) is not None), None)
-        assert failing is not None, f"{MOST} schedules do not notice that {name}"
-        short = shrink(failing)
-        assert fault(short) is not None
-        assert len(short.steps) <= len(failing.steps)
-    assert fault(failing) is None
-    assert fault(short) is None
+def test_a_seed_means_one_run_of_the_clients() -> None:
+    taken = [Choices([], 3), Choices([], 3)]
+    for choices in taken:
+        real.perform(choices)
+    assert taken[0].taken == taken[1].taken
+
+
+def test_a_finding_of_the_clients_shrinks() -> None:
+    def differs(given: list[int]) -> object:
+        return True if sum(given) > 10 and given[:1] == [1] else None
+
+    short = real.shrink([1, 2, 3, 0, 4, 5, 6], differs)
+    assert differs(short)
+    assert len(short) < 7

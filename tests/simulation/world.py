@@ -36,7 +36,7 @@ from tcpstore_async.wire.values import ABSENT, Framed, pack, unpack
 
 Step = tuple[Any, ...]
 Ask = tuple[Any, ...]
-"""A method, and its fields as the model takes them."""
+"""A method, and its fields in the model's form."""
 Program = Generator[Ask, Any, Any]
 
 
@@ -58,7 +58,7 @@ ENCODERS: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
     "meet": lambda fields: (fields[0], pack(fields[1]), *fields[2:]),
     "attend": lambda fields: (fields[0], pack(fields[1]), *fields[2:]),
 }
-"""How the model's fields become the client's, where they differ."""
+"""Conversions of the model's fields to the client's, where they differ."""
 
 
 class Said(Command):
@@ -71,30 +71,30 @@ class Said(Command):
 
 
 class Link(Connection):
-    """One connection; `wire` holds what is on its way to the server."""
+    """A connection; `wire` holds bytes in flight to the server."""
 
     def __init__(self, session: ServerSession, world: World, slot: int) -> None:
         super().__init__(session, world.model)
         self.slot = slot
         self.down = bytearray()
-        """What is on its way to the client."""
+        """Bytes in flight to the client."""
         self.heard = bytearray()
-        """What has reached the client and belongs to calls that are not complete."""
+        """Bytes that have reached the client, of calls that are not complete."""
         self.open = True
-        """Whether the client has its end still: if not, the server sees the end once `wire` is empty."""
+        """Whether the client's end is open; if not, the server sees the end when `wire` is empty."""
         self.written = 0
-        """Silent writes that the server has executed."""
+        """Writes without a reply that the server has executed."""
 
 
 class Op:
-    """A caller's operation under way."""
+    """A caller's current operation."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.call: PendingCall | None = None
         self.given_up = False
         self.ticket = 0
-        """Under which it leases an item."""
+        """Ticket of its current lease."""
 
 
 class Client:
@@ -103,18 +103,18 @@ class Client:
     def __init__(self, number: int, pipelines: bool) -> None:
         self.number = number
         self.pipelines = pipelines
-        """Whether callers share the connection, as in the async client; else one goes after the other."""
+        """Whether callers share the connection, as in the async client; else one call waits for the other."""
         self.link: Link | None = None
         self.session = ClientSession()
         self.ops: list[Op] = []
         self.calls: dict[PendingCall, Op | None] = {}
         self.held: deque[tuple[Op, Ask]] = deque()
-        """What cannot be sent because the connection waits."""
+        """Requests held back while the connection waits."""
         self.left = -1
-        """The round that its agent was in last."""
+        """Last round of its agent."""
         self.pulse = Pulse(0.0)
         self.patience = 0.0
-        """Seconds for which its agent waits for the reply to MEET."""
+        """Seconds that its agent waits for the reply to MEET."""
 
 
 class World(Fleet):
@@ -125,17 +125,17 @@ class World(Fleet):
         self.clients = [Client(number, bool(pipelines >> number & 1)) for number in range(clients)]
         self.serial = 0
         self.acting: Client
-        """Whose caller goes on."""
+        """The client whose caller runs."""
         self.received: dict[bytes, Link] = {}
-        """Items that callers have been given, and over which connection the last one was."""
+        """Items given to callers, with the connection of the last delivery."""
         self.pushed: dict[bytes, bytes] = {}
-        """Items that the server has been given, and their queues."""
+        """Items given to the server, with their queues."""
         self.tokens: set[bytes] = set()
         """Ranks that have joined."""
         self.now = 0.0
-        """The clock of agents, which stands still but when one is late."""
+        """Clock of agents, which moves only when one is late."""
         self.rounds: dict[int, dict[bytes, Round]] = {}
-        """By number and agent: the rounds that agents have seen."""
+        """Rounds that agents have seen, keyed by number and agent."""
 
     # Steps
 
@@ -297,7 +297,7 @@ class World(Fleet):
                 self._send(client, op, ask)
 
     def _lose(self, client: Client) -> None:
-        """The client's end goes, and with it what its callers were at."""
+        """Close the client's end, and fail its callers."""
         link, client.link = client.link, None
         if link is not None:
             link.open = False
@@ -358,7 +358,7 @@ class World(Fleet):
         link.frames.append((Said(name, fields, len(data)), len(data)))
 
     def _verify(self, link: Link, call: PendingCall) -> None:
-        """The call was answered with what came for it, no more and no less."""
+        """Check that a call was answered with exactly its reply."""
         heard = link.heard
         if call.canceled and call.command.method != "lease_later":
             later = call.command.reply is DEFERRED_VALUE
@@ -375,7 +375,7 @@ class World(Fleet):
         del heard[: len(expected)]
 
     def give(self, blob: Framed, leased: bool = False) -> None:
-        """A caller has an item."""
+        """Note that a caller received an item."""
         item, link = unpack(blob), self.acting.link
         assert link is not None
         if item in self.received and not (leased and (self._is_lost(self.received[item]) or self._is_lost(link))):
@@ -385,7 +385,7 @@ class World(Fleet):
         self.received[item] = link
 
     def saw(self, name: bytes, found: Round) -> None:
-        """An agent has its rank."""
+        """Note that an agent received its rank."""
         others = self.rounds.setdefault(found.number, {})
         if others.setdefault(name, found) != found:
             raise Difference(f"{name!r} was told {others[name]}, then {found}")
@@ -401,7 +401,7 @@ class World(Fleet):
     # The end
 
     def rest(self) -> None:
-        """Deliver everything; a caller that still waits then must have something to wait for."""
+        """Deliver everything; a caller that still waits must have a reason."""
         moving = True
         while moving:
             moving = False
@@ -445,7 +445,7 @@ class World(Fleet):
 
 
 def _answered(call: PendingCall) -> bytes:
-    """The bytes of a reply with this result."""
+    """Return the bytes of a reply with this result."""
     command = call.command
     encode = command.reply.encode
     said = call.result if encode is None else encode(call.result)
@@ -459,7 +459,7 @@ SILENT: Final = {
 }
 GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)
-"""Queues from which all pops are leases."""
+"""Queues whose pops are all leases."""
 RANKS: Final = b"/init"
 JOB: Final = b"/job"
 AGENTS: Final = Options(2, 3, join=6.0, last_call=1.0, keep_alive_interval=2.0, keep_alive_max_attempt=2)

@@ -122,6 +122,7 @@ def test_what_was_written_before_the_end_arrives(server: Server, use_tls: Callab
             assert store.get(f"async {number}") == value
 
 
+@pytest.mark.unmeasured
 def test_forks(server: Server, use_tls: Callable[..., None]) -> None:
     """A child opens its own connections, and the parent's go on, also those on which a thread waits."""
     use_tls()

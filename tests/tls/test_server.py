@@ -26,7 +26,6 @@ from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import READ, Poller, Report
 from tcpstore_async.server.tls import MOST_HANDSHAKES, ServerTls, make_context
 from tcpstore_async.server.uv import UvServer
-from tcpstore_async.session.identity import build
 from tcpstore_async.session.tls import TlsStream
 from tls.certificates import Pair, certificates
 from tls.peers import TlsPeer, context
@@ -344,7 +343,7 @@ class Reported:
         self.report([(self.fds[-1], READ)])
 
 
-@pytest.mark.skipif(build() == "compiled", reason="its poller is none that compiled code accepts")
+@pytest.mark.interpreted("its poller is none that compiled code accepts")
 def test_what_arrives_while_reading_is_put_off_is_read() -> None:
     """Its event is the last one, and there is plaintext left of what was read before."""
     pollers: list[Reported] = []

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from marks import STOCK_SERVERS
 from support import LIMIT, server_of
 from tcpstore_async import (
     DistNetworkError,
@@ -292,7 +293,7 @@ def test_lost_store_raises_its_own_error(store: HashStore, monkeypatch: pytest.M
         StoreCollectives(store, 0, 2).barrier("b", SOON)
 
 
-@pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
+@pytest.mark.parametrize("kind", ["ours", *STOCK_SERVERS])
 def test_missing_ranks_are_found_in_few_round_trips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     real = TCPStore.check

@@ -17,6 +17,8 @@ from support import LIMIT, free_port, server_of, tcpstore, tcpstore_server
 from tcpstore_async.base.version import VERSION
 from tls.certificates import Certificates
 
+pytestmark = pytest.mark.unmeasured
+
 
 def doctor(*words: str) -> tuple[int, str]:
     env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "TCPSTORE_URL")}

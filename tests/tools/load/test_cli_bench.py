@@ -19,6 +19,7 @@ import pytest
 
 from client.fakes import freezable
 from faults.fault_helpers import gone, until
+from marks import exhaustive
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.tools.load.quick_bench import Row
@@ -37,7 +38,7 @@ def bench(port: int, *words: str, files: int = 0) -> subprocess.CompletedProcess
     return done
 
 
-@pytest.fixture(params=["ours", "libuv", "legacy"])
+@pytest.fixture(params=["ours", "libuv", exhaustive("legacy")])
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found

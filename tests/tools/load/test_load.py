@@ -23,7 +23,7 @@ SECONDS = float(os.environ.get("TCPSTORE_LOAD_SECONDS", "2"))
 THREADS = 64
 TASKS = 1000
 
-pytestmark = pytest.mark.timeout(120 + 2 * SECONDS)
+pytestmark = [pytest.mark.unmeasured, pytest.mark.timeout(120 + 2 * SECONDS)]
 
 
 @pytest.fixture(scope="module", params=["ours", "libuv"])

@@ -16,7 +16,7 @@ from web.stub import AdminStub, named_store, watched
 from support import Server, tcpstore_server
 from tcpstore_async.tools.web.summary import LATE, MISSING, WAITING
 
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
+pytestmark = [pytest.mark.unmeasured, pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")]
 
 NARROWEST_MARK = 5
 """Pixels of the edge of a missing rank's cell, at least, as in app.js."""

@@ -4,6 +4,8 @@ import random
 import signal
 import threading
 
+import pytest
+
 from support import LIMIT
 from tcpstore_async.base.locks import RLock
 
@@ -12,6 +14,7 @@ class Struck(Exception):
     pass
 
 
+@pytest.mark.unmeasured
 def test_an_interrupt_leaves_no_lock_locked() -> None:
     """Python's own lock stays locked after many of these on 3.14."""
     lock = RLock()

@@ -24,6 +24,8 @@ from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.server.admin_path import find
 from tcpstore_async.serving import build
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
+
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 
 

@@ -21,6 +21,8 @@ from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
 from tcpstore_async.client.server_url import FORM
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted]
+
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 

@@ -18,6 +18,8 @@ from click.testing import CliRunner
 from support import LIMIT, free_port, tcpstore, tcpstore_server
 from tcpstore_async.cli import main, output
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted]
+
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
 
 STORE = """
@@ -255,6 +257,7 @@ def test_help_of_barrier(url: str) -> None:
 # Ctrl-C
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("module", ["click", "uvloop", "tcpstore_async.cli.client"])
 def test_ctrl_c_during_an_import(module: str) -> None:
     code = (
@@ -271,6 +274,7 @@ def test_ctrl_c_during_an_import(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
+@pytest.mark.unmeasured
 @pytest.mark.needs_proc
 @pytest.mark.parametrize(
     "words",

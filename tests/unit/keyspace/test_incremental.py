@@ -11,7 +11,6 @@ from properties.session_driver import greeted
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.queues import MAX_LEASES
-from tcpstore_async.serving import build
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -323,7 +322,7 @@ def test_items_that_go_back_and_end_no_wait_are_offered_in_steps(taken: bool) ->
     assert heard(waiting) == (b"" if taken else b"\0")
 
 
-@pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
+@pytest.mark.interpreted("no method of a compiled class can be replaced")
 def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
     store = Store(Limits())
     other = greeted(store)

@@ -678,6 +678,7 @@ def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace
     assert keyspace.join(waiter(store), b"k", b"") == 1
 
 
+@pytest.mark.unmeasured
 def test_a_forked_process_forgets_all_waiters(store: Store, keyspace: Keyspace) -> None:
     keyspace.wait(waiter(store), [b"%d" % number for number in range(5)])
     keyspace.wait_count(waiter(store), b"n", 1)

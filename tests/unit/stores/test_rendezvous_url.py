@@ -14,6 +14,8 @@ from support import tcpstore_server
 from tcpstore_async import StoreTimeoutError, rendezvous
 from tcpstore_async.stores.rendezvous_url import Place, read_env, read_file, read_tcp
 
+pytestmark = pytest.mark.interpreted
+
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TCPSTORE_JOIN", "TCPSTORE_JOB", "TCPSTORE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
