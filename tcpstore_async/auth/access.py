@@ -10,7 +10,7 @@ from typing import Final
 
 from ..base.errors import counted
 from ..wire.codecs import Fields
-from ..wire.commands import SERVER_KEY, Command
+from ..wire.commands import MUTATES, SERVER_KEY, WHOLE, Command
 
 READ: Final = 1
 WRITE: Final = 2
@@ -93,22 +93,22 @@ class Access:
 
         A command that names no key concerns what its connection has been given before, and is allowed.
         """
-        if not command.request.names_keys and not command.whole:
+        if not command.request.names_keys and not command.flags & WHOLE:
             return ""
         if self.store and self.store != store:
             foreign = [key for key in command.request.keys(fields) if key != SERVER_KEY]
-            if foreign or command.whole:
+            if foreign or command.flags & WHOLE:
                 here = "the unnamed store" if store is None else f"the store {store!r}"
                 return f"{command.name} in {here}; token {self.identity} is only for the store {self.store!r}"
-        if command.mutates and self._level < WRITE:
+        if command.flags & MUTATES and self._level < WRITE:
             return f"{command.name} requires write access; token {self.identity} grants only read access"
         scope = self._scope
         if not scope:
             return ""
-        if command.whole:
+        if command.flags & WHOLE:
             return f"{command.name} covers the whole store; {self._granted_keys()}"
         for key in command.request.keys(fields):
-            if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
+            if not key.startswith(scope) and (command.flags & MUTATES or key != SERVER_KEY):
                 return f"{command.name} of {show(key)}; {self._granted_keys()}"
         return ""
 

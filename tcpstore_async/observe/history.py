@@ -21,7 +21,7 @@ from ..session.peer import Peer
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..wire.codecs import Handler
-from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
+from ..wire.commands import BY_METHOD, MUTATES, STORES, WORKERS_KEY, Command
 from ..wire.values import Framed
 
 MOST_BYTES: Final = 256 * 1024 * 1024
@@ -217,7 +217,7 @@ class History(Observer):
         """
         if method not in _RECORDED:
             command = BY_METHOD[method]
-            if not command.mutates or method in _NO_VALUES:
+            if not command.flags & MUTATES or method in _NO_VALUES:
                 return call
             return lambda *fields: self._changed(command, command.request.keys(fields), call(*fields))
         if getattr(call, "__self__", None) is self.keyspace:
@@ -317,7 +317,7 @@ class History(Observer):
         for key in keys[:_MOST_ITEMS]:
             if key not in self.keyspace.values:
                 self._deleted(key, None)
-            elif command.stores:
+            elif command.flags & STORES:
                 self._note(key, False)
         return result
 

@@ -14,7 +14,7 @@ from ..base.keys import readable
 from ..keyspace.waiter_types import KeyList
 from ..session.peer import Peer
 from ..wire.codecs import Fields
-from ..wire.commands import Command
+from ..wire.commands import SESSION, Command
 from ..wire.values import PREFIX
 from .statistics import shown
 
@@ -84,7 +84,7 @@ class Monitor:
                 key = first[0][0] if isinstance(first[0], tuple) else first[0]
         elif command.request.names_keys and isinstance(first, bytes):
             key, keys = first, 1
-            if not command.session:
+            if not command.flags & SESSION:
                 for field in fields[1:]:
                     if isinstance(field, (bytes, bytearray)):
                         size += len(field) - PREFIX

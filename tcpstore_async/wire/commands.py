@@ -7,7 +7,6 @@ methods do is not known here.
 `docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
 
-from enum import IntFlag
 from typing import Final
 
 from .codecs import (
@@ -57,34 +56,27 @@ JOINS_KEY: Final = b"tcpstore_async/joins"
 """GET of this reserved key returns how many ranks the server's owner expects to join; absent without an owner."""
 
 
-class Flag(IntFlag):
-    """What a server must know about a command besides its codecs."""
+# Flags of a row: what a server must know about a command besides its codecs. They are integers, as `&` of an enum takes
+# half a microsecond in any build.
 
-    MUTATES = 1
-    """May change what is stored."""
-    PARKS = 2
-    """The method's first argument is the waiter, which it parks or releases. A client's call may block."""
-    SESSION = 4
-    """Concerns the connection: the method belongs to the session, not to the keyspace."""
-    HANDSHAKE = 8
-    """Must be the first command of a connection, and occur only there."""
-    EXTENSION = 16
-    """Not part of PyTorch's protocol: send it only to a server known to have it. Set by `since`, not in a row."""
-    HOLDS = 32
-    """The method's first argument is the waiter, which then holds something, or no longer; it does not block."""
-    STORES = 64
-    """May make the store hold more than before."""
-    WHOLE = 128
-    """Concerns all keys of the store."""
-    FIRST = 256
-    """Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
-    INTERNAL = 512
-    """Clients send it of their own accord: no method of a store is named after it."""
-
-
-MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
-HOLDS, INTERNAL = Flag.HOLDS, Flag.INTERNAL
-STORES, WHOLE, FIRST = Flag.MUTATES | Flag.STORES, Flag.WHOLE, Flag.FIRST
+MUTATES: Final = 1
+"""May change what is stored."""
+PARKS: Final = 2
+"""The method's first argument is the waiter, which it parks or releases. A client's call may block."""
+SESSION: Final = 4
+"""Concerns the connection: the method belongs to the session, not to the keyspace."""
+HANDSHAKE: Final = 8
+"""Must be the first command of a connection, and occur only there."""
+HOLDS: Final = 16
+"""The method's first argument is the waiter, which then holds something, or no longer; it does not block."""
+STORES: Final = 32
+"""May make the store hold more than before. Implies MUTATES."""
+WHOLE: Final = 64
+"""Concerns all keys of the store."""
+FIRST: Final = 128
+"""Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
+INTERNAL: Final = 256
+"""Clients send it of their own accord: no method of a store is named after it."""
 
 
 class Command:
@@ -109,20 +101,11 @@ class Command:
         self.reply = reply
         self.method = method
         """The name of the method that executes it, and of the stores' methods unless it is internal."""
-        self.flags = flags | Flag.EXTENSION if since else flags
+        self.flags = flags | MUTATES if flags & STORES else flags
         self.since = since
-        """The version of the extension that has added it; 0 for PyTorch's commands."""
+        """Version of the extension that added it; 0 for PyTorch's commands, which every server has."""
         self.doc = doc
         """What it does, in Markdown, for `docs/wire.md`."""
-        # Asked for each store and session: `&` of an enum takes 2 µs in any build.
-        self.mutates: bool = bool(flags & Flag.MUTATES)
-        self.parks: bool = bool(flags & Flag.PARKS)
-        self.holds: bool = bool(flags & Flag.HOLDS)
-        self.stores: bool = bool(flags & Flag.STORES)
-        self.whole: bool = bool(flags & Flag.WHOLE)
-        self.session: bool = bool(flags & Flag.SESSION)
-        self.handshake: bool = bool(flags & Flag.HANDSHAKE)
-        self.first: bool = bool(flags & Flag.FIRST)
 
 
 COMMANDS: Final = (

@@ -13,6 +13,7 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import Any, Final
 
+from ...wire.commands import MUTATES
 from .recording import Recording, Step
 
 _UNKNOWN: Final = ("unknown", 0)
@@ -38,7 +39,7 @@ def order_effects(recording: Recording) -> dict[int, int]:
         for key in step.keys:
             if step.command.method in _OUTCOMES:
                 by_key.setdefault(key, []).append(step)
-            elif step.command.mutates:
+            elif step.command.flags & MUTATES:
                 excluded.add(key)
     places: dict[int, int] = {}
     for key, steps in by_key.items():
@@ -103,12 +104,12 @@ def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[S
         entry = heappop(heads)
         step = entry[2]
         skipped.append(entry)
-        if found and step.command.mutates:
+        if found and step.command.flags & MUTATES:
             continue
         fits, result = _OUTCOMES[step.command.method](step, key, state)
         if fits or len(skipped) == 1:
             chosen, after = entry, result
-        if fits and (not step.command.mutates or state == _UNKNOWN):
+        if fits and (not step.command.flags & MUTATES or state == _UNKNOWN):
             break
         found = found or fits
     for entry in skipped:

@@ -12,7 +12,7 @@ from ...base.errors import PeerError, ProtocolError
 from ...base.limits import GIB, MIB, Limits
 from ...session.client import ClientSession, PendingCall
 from ...wire.codecs import CANCELED, DEFERRED_VALUE, NO_REPLY, NO_VALUE, VALUES, Fields, PartialRequest
-from ...wire.commands import BY_METHOD, BY_OPCODE, Command
+from ...wire.commands import BY_METHOD, BY_OPCODE, HOLDS, Command
 from .recording import FIELDS, REPLIES, RowEncoder
 
 _LIMITS: Final = Limits(
@@ -160,7 +160,7 @@ class Observer:
                 blocked.canceled = True
                 self._rows.add(now, self._number, command.name, True)
                 return
-            if not (command.reply is NO_REPLY and command.holds):
+            if not (command.reply is NO_REPLY and command.flags & HOLDS):
                 self._give_up(f"{command.name} while {blocked.command.name} is blocking", now)
                 return
         if command is _PING and self._process < 0:  # the first one has the process id; later ones, any number

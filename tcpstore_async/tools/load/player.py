@@ -23,7 +23,7 @@ from ...client.aio import AsyncTCPStore
 from ...server.listen_socket import raise_file_limit
 from ...session.client import ClientSession, PendingCall
 from ...wire.codecs import NO_REPLY
-from ...wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY, Flag
+from ...wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY
 from ...wire.values import PREFIX, Framed, pack
 from .recording import FIELDS, REPLIES, Connection, Recording, RecordingError, Step, Value
 from .replay_limits import check_limits
@@ -200,7 +200,7 @@ class Player:
         Raises DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed.
         """
         async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout, server="") as store:
-            needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
+            needed = sorted({s.command.name for s in self.recording.steps if s.command.since})
             server = await store.server()
             if needed and server is None:
                 raise RecordingError(

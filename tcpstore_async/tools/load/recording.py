@@ -18,7 +18,7 @@ import msgspec
 from ...base.limits import GIB, MIB
 from ...base.version import VERSION
 from ...wire.codecs import NO_REPLY, VALUES, Fields, ReplyCodec, RequestCodec
-from ...wire.commands import COMMANDS, Command
+from ...wire.commands import COMMANDS, MUTATES, Command
 from ...wire.values import INT64_MAX, INT64_MIN, PREFIX, Framed
 
 FORMAT: Final = "tcpstore-recording"
@@ -259,7 +259,7 @@ class Step:
             return self.connection.recording.lists[self.fields[0]]
         if kinds.startswith("k"):
             return [self.fields[0]]
-        return [pair[0] for pair in self.fields[0]] if kinds == "i" and self.command.mutates else []
+        return [pair[0] for pair in self.fields[0]] if kinds == "i" and self.command.flags & MUTATES else []
 
     def _is_empty_list(self) -> bool:
         """Whether it is a MULTI_GET of no keys, whose reply has no bytes."""

@@ -12,12 +12,12 @@ Invariant: a step depends only on steps that took effect before it did, so no st
 from typing import Any, Final
 
 from ...wire.codecs import CANCELED, NO_REPLY, NO_VALUE
-from ...wire.commands import COMMANDS
+from ...wire.commands import COMMANDS, MUTATES, PARKS
 from .evidence import order_effects
 from .recording import Recording, Step
 
 _REMOVES: Final = {"delete_key", "queue_pop", "lease"}
-_WAITS: Final = {one.method for one in COMMANDS if one.parks and one.reply not in (CANCELED, NO_VALUE)}
+_WAITS: Final = {one.method for one in COMMANDS if one.flags & PARKS and one.reply not in (CANCELED, NO_VALUE)}
 """Commands whose reply may come later."""
 _NAMES_ALL: Final = {"num_keys", "list_keys"}
 _ALL: Final = -1
@@ -122,7 +122,7 @@ class _Order:
         method = step.command.method
         if method in _NAMES_ALL:
             self._reads(step, self._key(_ALL), row)
-        elif not step.command.mutates:
+        elif not step.command.flags & MUTATES:
             for number in step.keys:
                 self._reads(step, self._key(number), row)
         else:
