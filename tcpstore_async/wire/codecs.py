@@ -1,7 +1,7 @@
 """The codecs of request fields and replies, used by both ends. Integers are little-endian.
 
-A codec encodes and decodes one layout of fields. It knows the limits on lengths, but not opcodes, what a request means,
-or where bytes come from.
+A codec encodes and decodes one layout of fields. It knows the limits on lengths; it must not know opcodes, what a
+request means, or where bytes come from.
 
 Invariants: a length is checked against its limit as soon as it is read, before the bytes that it announces. Nothing is
 decoded twice, except the one or two lengths before the point at which a frame was cut.
@@ -20,27 +20,30 @@ from .receive_buffer import resize_uninitialized
 from .values import ABSENT, PREFIX, Framed, pack
 
 Fields = tuple[Any, ...]
+"""The fields of a request."""
+
 Handler = Callable[..., Any]
 """A function that takes the fields of a request."""
 
 _U32: Final = Struct("<I")
+_read_u32: Final = _U32.unpack_from
 _I64: Final = Struct("<q")
 _U64: Final = Struct("<Q")
+
 _ONE_KEY: Final = Struct("<QQ")
 """The number of keys and the length of the first."""
-_read_u32: Final = _U32.unpack_from
 
 LARGE_VALUE_BYTES: Final = 64 * 1024
-"""Length from which on an incomplete value is received into the buffer in which it will be stored."""
+"""Length from which an incomplete value is received straight into the buffer that will be stored."""
 
 _FIRST_BUFFER: Final = 4 * 1024
-"""Initial buffer of a large value, in bytes. It grows to four times what has arrived."""
+"""Bytes of the initial buffer of a large value, which grows to four times what has arrived."""
 
 ITEM_BYTES: Final = 64
 """Bytes counted for one key of an incomplete list, besides its contents."""
 
 _MANY_ITEMS: Final = 10_000
-"""Items from which on a list must not be in the youngest generation of the garbage collector."""
+"""Items above which a list is moved out of the youngest generation of the garbage collector."""
 
 MAX_TOKEN: Final = 4096
 """Bytes of the longest token that AUTH may carry."""
@@ -59,8 +62,8 @@ FIELD_LAYOUTS: Final = {
     "i": "u64 *n*, *n* × (key, value)",
     "m": "u64 *n*, *n* × (name, value)",
 }
-"""Kinds of fields in requests: a 32-bit number, a number, a key, a value, a token, a list of keys, pairs of key and
-value, pairs of name and value. The texts are for `docs/wire.md`."""
+"""Layouts, for `docs/wire.md`, by the letter of a kind of field: a 32-bit number, a number, a key, a value, a token, a
+list of keys, pairs of key and value, pairs of name and value."""
 
 
 class PartialRequest:
@@ -69,14 +72,14 @@ class PartialRequest:
     at: int
     """Where the unused bytes begin in the data that was last decoded."""
     items: list[Any]
-    """The fields, or items of the list, that have been decoded."""
+    """The fields, or items of the list, decoded so far."""
     before: bytes = b""
-    """Bytes that arrived earlier and are to be decoded again, before those at `at`."""
+    """Bytes that arrived earlier and must be decoded again, before those at `at`."""
     endless: bool = False
-    """Whether it has no end: what arrives next may be short."""
+    """Whether it never completes, so that even a short chunk must be decoded."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """As `RequestCodec.decode`, going on from here."""
+        """Continue decoding; returns and raises as `RequestCodec.decode`."""
         raise NotImplementedError
 
     def held(self) -> int:
@@ -84,7 +87,7 @@ class PartialRequest:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Stop, because the connection has gone."""
+        """Release what is held: the connection is gone."""
 
 
 class RequestCodec:
@@ -92,13 +95,13 @@ class RequestCodec:
 
     def __init__(self, kinds: str) -> None:
         self.kinds: Final = kinds
-        """What each field is, by the letters of `FIELD_LAYOUTS`."""
+        """The kind of each field, as a letter of `FIELD_LAYOUTS`."""
         self.arity: Final = len(kinds)
         """The number of fields."""
         self.layout: Final = ", ".join([FIELD_LAYOUTS[kind] for kind in kinds])
-        """The fields as `docs/wire.md` writes them."""
+        """The fields, for `docs/wire.md`."""
         self.names_keys: Final = not {"k", "l", "i"}.isdisjoint(kinds)
-        """Whether there are keys among the fields."""
+        """Whether any field is a key or has keys."""
 
     def keys(self, fields: Fields) -> list[bytes]:
         """Return the keys among the fields."""
@@ -108,8 +111,8 @@ class RequestCodec:
         """Decode the fields that start at `at` in data[:end] and pass them to `call`.
 
         Returns the result of `call` and where the fields stop. If they are incomplete: None, or the `PartialRequest` to
-        go on with, and minus the length that `data` must have to get further. Raises LimitError. (Calling from here
-        instead of returning a tuple of fields saves 0.15 µs a command in plain Python.)
+        continue with, and minus the length that `data` needs for progress. Raises LimitError. (Calling from here, not
+        returning a tuple of fields, saves 0.15 µs a command in plain Python.)
         """
         raise NotImplementedError
 
@@ -119,7 +122,7 @@ class RequestCodec:
 
 
 class _BeginsWithKey(RequestCodec):
-    """The first field is a key, the only one."""
+    """A codec whose first field is a key, and no other."""
 
     def keys(self, fields: Fields) -> list[bytes]:
         return [fields[0]]
@@ -169,25 +172,22 @@ def _unsigned(length: int) -> int:
 
 
 def key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """Return where the key at `at` stops, or minus the length that is needed to go on. Raises LimitError."""
-    start = at + 8
-    if start > end:
-        return -start
-    length: int = read_i64_le(data, at)
-    if length < 0 or length > limits.key_bytes:
-        raise LimitError("key_bytes", _unsigned(length), limits.key_bytes)
-    stop = start + length
-    return stop if stop <= end else -stop
+    """Return where the key at `at` stops, or minus the length that `data` needs for progress. Raises LimitError."""
+    return _stop(data, at, end, "key_bytes", limits.key_bytes)
 
 
 def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """As `key_stop`, for a value."""
+    """Do the same for a value."""
+    return _stop(data, at, end, "value_bytes", limits.value_bytes)
+
+
+def _stop(data: bytes, at: int, end: int, limit: str, allowed: int) -> int:
     start = at + 8
     if start > end:
         return -start
     length: int = read_i64_le(data, at)
-    if length < 0 or length > limits.value_bytes:
-        raise LimitError("value_bytes", _unsigned(length), limits.value_bytes)
+    if length < 0 or length > allowed:
+        raise LimitError(limit, _unsigned(length), allowed)
     stop = start + length
     return stop if stop <= end else -stop
 
@@ -198,7 +198,7 @@ class _Key(_BeginsWithKey):
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
-        if start <= end:
+        if start <= end:  # a complete key needs no call of `key_stop`
             stop = start + read_i64_le(data, at)
             if start <= stop <= end and stop - start <= limits.key_bytes:
                 return call(data[start:stop]), stop
@@ -271,7 +271,7 @@ class _KeyValues(_BeginsWithKey):
         end: int,
         limits: Limits,
     ) -> tuple[Any, int]:
-        """Decode the values that `fields` lacks. If a small one is incomplete, the first result is `partial`."""
+        """Decode the values that `fields` lacks; if a small one is incomplete, return `partial` first."""
         while len(fields) < self.arity:
             stop = _value_stop(data, at, end, limits)
             if stop < 0:
@@ -332,7 +332,7 @@ class _KeyValueNumbers(_BeginsWithKey):
 
 
 class _PartialValues(PartialRequest):
-    """A request whose large value has arrived, but not the next one."""
+    """A request whose first value was large and has arrived, while the second is incomplete."""
 
     def __init__(self, codec: _KeyValues, fields: list[Any]) -> None:
         self.codec = codec
@@ -347,7 +347,7 @@ class _PartialValues(PartialRequest):
 
 
 class LargeValue(PartialRequest):
-    """A request whose large value is received straight into the buffer that will be stored, or compared.
+    """A request whose large value is received straight into the buffer that will be stored or compared.
 
     The buffer grows as bytes arrive: announcing a length alone costs no memory.
     """
@@ -391,6 +391,7 @@ class LargeValue(PartialRequest):
 
 
 def alone(key: bytes) -> bytes:
+    """Make a list item from the only field, a key."""
     return key
 
 
@@ -429,11 +430,12 @@ class CountedList(RequestCodec):
     def decode_items(
         self, call: Handler, count: int, data: bytes, at: int, end: int, limits: Limits
     ) -> tuple[Any, int]:
-        """As `decode`, once the count of the list that starts at `at` is known."""
+        """Decode a list that starts at `at` and whose count is known; returns and raises as `decode`."""
         start = at + PREFIX
         items: list[Any] = []
         stop = take_keys(items, count, data, start, end, limits) if self.item is KEY else start
         size = stop - at
+        # The common case: all has arrived, and even the whole list is within the limit on its keys.
         if len(items) == count and size <= limits.request_bytes and size <= limits.request_key_bytes:
             return call(items), stop
         return PartialList(self, count, items, size).decode(call, data, stop, end, limits)
@@ -466,7 +468,7 @@ def take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limi
 
 
 class PartialList(PartialRequest):
-    """The items of a counted list that have arrived so far."""
+    """A counted list of which some items have arrived."""
 
     def __init__(self, codec: CountedList, count: int, items: list[Any], size: int) -> None:
         self.codec = codec
@@ -514,43 +516,43 @@ class ReplyCodec:
     """The layout of a reply."""
 
     kind: str = ""
-    """What the result is: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its absence,
+    """The kind of result: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its absence,
     `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
 
     layout: str = ""
-    """The reply as `docs/wire.md` writes it."""
+    """The reply, for `docs/wire.md`."""
 
-    encode: Callable[[Any], Any] | None
-    """Converts a result to the reply's bytes, or its pieces; None if the result is these already, or nothing."""
+    encode: Callable[[Any], Any] | None = None
+    """Converts a result to the reply's bytes, or its pieces; None if the result needs no conversion, or is nothing."""
 
     in_pieces: bool = False
-    """Whether the reply is a list of pieces, so that values are not copied."""
+    """Whether `encode` returns a list of pieces, so that values are not copied."""
 
     measure: Callable[[Any], int] | None = None
-    """Returns the length in bytes, for a reply that may be much larger than its request."""
+    """Returns the length in bytes; set for a reply that may be much larger than its request."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys in the request.
 
-        Returns the result and where it stops. If it is incomplete: None, or the `PartialReply` to go on with, and minus
-        the length that `data` must have to get further. Raises ProtocolError for what cannot be a reply.
+        Returns the result and where it stops. If it is incomplete: None, or the `PartialReply` to continue with, and
+        minus the length that `data` needs for progress. Raises ProtocolError for an invalid reply.
         """
         raise NotImplementedError
 
 
 class PartialReply:
-    """The state of a reply of several items that has been decoded in part."""
+    """The state of a reply that has been decoded in part: items, and how many there will be."""
 
     def __init__(self, count: int, items: list[Framed], bare: bool) -> None:
         self.count = count
         self.items = items
         self.bare = bare
-        """Whether items are kept without their length prefix, as keys are."""
+        """Whether items are kept without their length prefix: keys are, values are not."""
         self.at = 0
         """Where the unused bytes begin in the data that was last decoded."""
 
     def decode(self, data: bytes, at: int, end: int) -> tuple[Any, int]:
-        """As `ReplyCodec.decode`, going on from here."""
+        """Continue decoding; returns and raises as `ReplyCodec.decode`."""
         items = self.items
         skip = PREFIX if self.bare else 0
         while len(items) < self.count:
@@ -564,14 +566,10 @@ class PartialReply:
 
 
 MAX_REPLY_ITEM: Final = 2**40
-"""Bytes of a value, and number of keys, from which on a reply cannot be valid."""
+"""Bytes of a value, and number of keys, from which a reply is invalid."""
 
 
 class _NoReply(ReplyCodec):
-    def __init__(self) -> None:
-        self.layout = ""
-        self.encode = None
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         return None, at
 
@@ -610,7 +608,7 @@ WAIT_CANCELED: Final = 1
 
 
 class _Byte(ReplyCodec):
-    """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply."""
+    """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply yet."""
 
     def __init__(self, kind: str, yes: int, no: int | None, layout: str, error: str) -> None:
         self.kind = kind
@@ -618,7 +616,7 @@ class _Byte(ReplyCodec):
         self.yes = yes
         self.no = no
         self.error = error
-        """The message of PyTorch's client for any other byte."""
+        """The message for any other byte, as PyTorch's client has it."""
         self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -645,7 +643,6 @@ class _Value(ReplyCodec):
     def __init__(self, layout: str) -> None:
         self.kind = "v"
         self.layout = layout
-        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = _framed_stop(data, at, end)
@@ -660,7 +657,6 @@ class _NoValue(ReplyCodec):
     def __init__(self) -> None:
         self.kind = "a"
         self.layout = "8 bytes `ff`"
-        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + PREFIX
@@ -677,7 +673,6 @@ class _Values(ReplyCodec):
     def __init__(self) -> None:
         self.kind = "w"
         self.layout = "*n* × value"
-        self.encode = None
         self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:

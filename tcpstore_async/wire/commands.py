@@ -1,8 +1,8 @@
 """The command table: every opcode of the protocol, in one place.
 
 Each row declares a command's opcode, name, request and reply codecs, the method that executes it, its flags and its
-documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. What the
-methods do is not known here.
+documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. Must not
+know what the methods do.
 
 `docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
@@ -44,16 +44,16 @@ MAGIC: Final = 0x3C85F7CE
 """The magic number of VALIDATE."""
 
 SERVER_KEY: Final = b"tcpstore_async/server"
-"""CHECK finds this reserved key on servers with the extension; GET returns the server's identity in JSON.
+"""Reserved key that CHECK finds on servers with the extension; GET returns the server's identity in JSON.
 
-No stock client can name it, since their keys begin with `/`. It is not a key of the store: nothing counts or lists it.
+No stock client can name it: their keys begin with `/`. It is not a key of the store: nothing counts or lists it.
 """
 
 WORKERS_KEY: Final = b"init/"
 """PyTorch's counter of the ranks that have joined: the one key of its client without a slash before it."""
 
 JOINS_KEY: Final = b"tcpstore_async/joins"
-"""GET of this reserved key returns how many ranks the server's owner expects to join; absent without an owner."""
+"""Reserved key whose GET returns how many ranks the server's owner expects; absent without an owner."""
 
 
 # Flags of a row: what a server must know about a command besides its codecs. They are integers, as `&` of an enum takes
@@ -68,7 +68,7 @@ SESSION: Final = 4
 HANDSHAKE: Final = 8
 """Must be the first command of a connection, and occur only there."""
 HOLDS: Final = 16
-"""The method's first argument is the waiter, which then holds something, or no longer; it does not block."""
+"""The method's first argument is the waiter, which takes or releases something; a client's call does not block."""
 STORES: Final = 32
 """May make the store hold more than before. Implies MUTATES."""
 WHOLE: Final = 64
@@ -76,7 +76,7 @@ WHOLE: Final = 64
 FIRST: Final = 128
 """Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
 INTERNAL: Final = 256
-"""Clients send it of their own accord: no method of a store is named after it."""
+"""Sent by clients of their own accord: no method of a store is named after it."""
 
 
 class Command:
@@ -100,7 +100,7 @@ class Command:
         self.request = request
         self.reply = reply
         self.method = method
-        """The name of the method that executes it, and of the stores' methods unless it is internal."""
+        """The name of the method that executes it, and of the stores' methods unless it is INTERNAL."""
         self.flags = flags | MUTATES if flags & STORES else flags
         self.since = since
         """Version of the extension that added it; 0 for PyTorch's commands, which every server has."""
@@ -265,4 +265,4 @@ BY_OPCODE: Final = by_opcode(COMMANDS)
 BY_METHOD: Final = {command.method: command for command in COMMANDS}
 
 EXTENSION: Final = max([command.since for command in COMMANDS])
-"""The version of the extension: which of its commands servers of this package have."""
+"""The version of the extension: its commands up to this version are implemented."""
