@@ -4,7 +4,7 @@ A token is the text `tcps1.KEY.CLAIMS.MAC`: the version of this format, the id o
 (JSON) and the HMAC-SHA-256 of everything before the last dot, the last two in base64url without padding. Must not know
 connections or commands.
 
-Invariants: no error and no log line contains a token or a secret. The duration of a check depends neither on whether the
+Invariants: no error and no log line contains a token or a secret. How long a check takes depends neither on whether the
 key is known nor on where a token differs from a valid one: every token is compared with the signature of every key.
 """
 

@@ -62,7 +62,7 @@ class AccessDeniedError(DistStoreError):
 
 
 class ConnectionDeniedError(AccessDeniedError, DistNetworkError):
-    """The server closed the connection: a call exceeded a limit of the client's token, or the token is no longer valid."""
+    """The server closed the connection: a call exceeded a limit of the client's token, or that is no longer valid."""
 
 
 class PeerError(Exception):
