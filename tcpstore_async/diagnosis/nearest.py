@@ -94,7 +94,7 @@ def nearest_keys(keys: list[Key], wanted: list[str], numbered: int = COMPARISONS
     """
     known = {key.key: key for key in keys}
     search = Search(wanted, known.__contains__, lambda name: known[name].age or 0.0, numbered=numbered)
-    search.look(known)
+    search.add(known)
     while not search.compare():
         pass
     return {name: [known[near] for near in search.nearest(name)] for name in wanted}

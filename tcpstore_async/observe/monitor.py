@@ -1,10 +1,10 @@
-"""Samples of the commands that a store executes, for whoever watches it.
+"""Samples of the commands that a store executes, for `tcpstore monitor`.
 
-Knows commands and their fields. Must not know sockets, nor read a clock: whoever runs the server supplies one.
+Knows commands and their fields. Must not know sockets, nor read a clock: the server supplies one.
 
 Invariants: what a peer is sent does not depend on whether it is watched. A monitor holds a limited number of samples,
-each of limited size, and counts those that it drops. Tokens and secrets are in no sample, and values only if they were
-asked for. A command is noted when it is complete, before it is executed.
+each of limited size, and counts the ones that it drops. No sample contains tokens or secrets, nor values unless they
+were requested. A command is noted when it is complete, before it is executed.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from ..wire.values import PREFIX
 from .statistics import shown
 
 MOST_SAMPLES: Final = 2000
-"""Samples that are held until they are taken."""
+"""Most samples held until they are taken."""
 
 _MOST_VALUE: Final = 256
-"""Bytes of a value in a sample."""
+"""Most bytes of a value in a sample."""
 
 
 class Monitor:
-    """One that watches a store."""
+    """A watcher of a store, or of all stores of a server."""
 
     def __init__(
         self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES, store: str | None = None
@@ -43,7 +43,7 @@ class Monitor:
         self.seen: int = 0
         """Commands so far."""
         self.dropped: int = 0
-        """Samples so far that found no room."""
+        """Samples dropped so far, because too many were held."""
         self._samples: list[list[Any]] = []
 
     def take(self) -> list[list[Any]]:
@@ -58,7 +58,7 @@ class Monitor:
         return samples
 
     def note(self, command: Command, fields: Fields, session: Peer | None, store: str) -> None:
-        """Note a command that a session sends in a store, with the fields that its method gets."""
+        """Note a command that a session sends in a store, with the fields passed to its method."""
         if self.store is not None and store != self.store:
             return
         self.seen += 1
@@ -67,7 +67,7 @@ class Monitor:
         if len(self._samples) >= self.most:
             self.dropped += 1
             return
-        first = fields[0] if fields else None
+        first = fields[0] if fields else None  # a key, a list of keys or pairs, or neither
         key: bytes | None = None
         keys = 0
         size = 0
@@ -84,7 +84,7 @@ class Monitor:
                 key = first[0][0] if isinstance(first[0], tuple) else first[0]
         elif command.request.names_keys and isinstance(first, bytes):
             key, keys = first, 1
-            if not command.flags & SESSION:
+            if not command.flags & SESSION:  # the value of JOIN is a token
                 for field in fields[1:]:
                     if isinstance(field, (bytes, bytearray)):
                         size += len(field) - PREFIX

@@ -26,7 +26,7 @@ from tcpstore_async.wire.commands import BY_METHOD, MUTATES, STORES, Command
 
 def by(world: World, key: bytes) -> tuple[int, float] | None:
     """Which client wrote a key, and when."""
-    write = world.history.write(key)
+    write = world.history.last_write(key)
     if write is None or write.by is None:
         return None
     return next(client for client, session in world.sessions.items() if session is write.by), write.at
@@ -237,7 +237,7 @@ def test_joins_with_a_token() -> None:
         world.send(client, b"\x48" + blob(b"init/") + blob(b"token%d" % client))
     world.leave(1)
     assert members(world) == {"init/": [0, 1, 2]}
-    assert world.history.write(b"init/") is not None
+    assert world.history.last_write(b"init/") is not None
 
 
 def test_joining_with_add_counts_as_before() -> None:
