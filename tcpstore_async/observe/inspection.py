@@ -8,7 +8,7 @@ portion takes no longer than a command with as many keys. Text of peers is passe
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from ..base.errors import ProtocolError
@@ -316,6 +316,18 @@ class Inspection:
         """Return the seconds since `at`, to a millisecond: `round` would take a third of the time of a whole fact."""
         milliseconds = int((self.now - at) * 1000.0 + 0.5)
         return milliseconds / 1000.0 if milliseconds > 0 else 0.0
+
+
+def awaited_keys(session: ServerSession) -> Collection[bytes]:
+    """Return the keys that a session waits for, possibly with stale registrations; for ENTER, the name of the store."""
+    group = session.group
+    if session.barrier is not None:
+        return (session.barrier,)
+    if isinstance(group, Counter):
+        return (group.key,)
+    if session.state != AWAITING_KEYS:
+        return (session.awaited,) if session.awaited else ()
+    return (group.parked if isinstance(group, SharedWait) else session.parked) or ()
 
 
 def client_of(session: Peer) -> Fact:

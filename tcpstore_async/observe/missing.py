@@ -18,7 +18,7 @@ from ..base.errors import ProtocolError
 from ..base.keys import describe_wait, readable
 from ..keyspace.keyspace import Keyspace
 from ..keyspace.steps import IncrementalCommand
-from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
+from ..keyspace.waiter_types import AWAITED, IDLE
 from ..session.observer import NEVER
 from ..session.peer import Peer
 from ..session.server import ServerSession
@@ -26,7 +26,7 @@ from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
 from .history import History, counter_of, history_of
-from .inspection import counter_value
+from .inspection import awaited_keys, counter_value
 from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
 from .similar_keys import Family, Search, family_of
 
@@ -480,16 +480,10 @@ def _does(session: ServerSession, tells: bool) -> str:
         return f"has sent nothing since {session.slot.command.name}"
     if not tells:
         return "is waiting"
-    group = session.group
-    if session.barrier is not None:
-        return describe_wait("barrier", [readable(session.barrier)])
-    if isinstance(group, Counter):
-        return describe_wait("number", [readable(group.key)], 0, session.number)
-    if session.state != AWAITING_KEYS:
-        return describe_wait(AWAITED[session.state], [readable(session.awaited)] if session.awaited else [])
-    parked = (group.parked if isinstance(group, SharedWait) else session.parked) or ()
-    keys = [readable(key) for key in islice(parked, _ELSEWHERE)]
-    return describe_wait("keys", keys, len(parked) - len(keys))
+    kind = AWAITED[session.state] if session.barrier is None else "barrier"
+    awaited = awaited_keys(session)
+    keys = [readable(key) for key in islice(awaited, _ELSEWHERE)]
+    return describe_wait(kind, keys, len(awaited) - len(keys), session.number)
 
 
 def _age(history: History, at: float) -> float:

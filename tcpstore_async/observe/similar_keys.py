@@ -127,7 +127,7 @@ def _no_age(key: str) -> float:
 
 
 class Search:
-    """Searches existing keys for those most similar to wanted ones: with other numbers, another prefix or other letters.
+    """Search of existing keys for the most similar to wanted ones: with other numbers, another prefix or other letters.
 
     First `add` the existing keys, then call `compare` until it returns True. The first wanted keys get more effort.
     """

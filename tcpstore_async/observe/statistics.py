@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from ..base.coercion import parse_digits
 from ..base.keys import readable
-from ..keyspace.waiter_types import IDLE, Counter, SharedWait
+from ..keyspace.waiter_types import IDLE
 from ..session.observer import NEVER
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import read_length
-from .inspection import Fact, client_of
+from .inspection import Fact, awaited_keys, client_of
 
 PORTION: Final = 400
 """Sessions, or keys, of one portion: less than 0.1 ms, compiled."""
@@ -152,14 +152,11 @@ class Statistics:
         return list(self.store.hub.stores) if self.everyone else [self.store]
 
     def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
-        group = session.group
-        registered = group.parked if isinstance(group, SharedWait) else session.parked
-        keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
         name = session.store.name
         return {
             **({"store": name} if name else {}),
             "key": shown(_awaited(session)),
-            "keys": keys,
+            "keys": max(1, len(awaited_keys(session))),
             "command": session.slot.command.name,
             "waiting": count,
             "since": round(max(0.0, self.now - since), 3),
@@ -169,14 +166,7 @@ class Statistics:
 
 def _awaited(session: ServerSession) -> bytes:
     """Return one key that a session waits for; for equal lists, usually the same."""
-    if session.barrier is not None:
-        return session.barrier
-    group = session.group
-    if isinstance(group, Counter):
-        return group.key
-    for key in (group.parked if isinstance(group, SharedWait) else session.parked) or ():
-        return key
-    return session.awaited
+    return next(iter(awaited_keys(session)), b"")
 
 
 def shown(key: bytes) -> str:

@@ -129,9 +129,6 @@ class _BeginsWithKey(RequestCodec):
 
 
 class _Nothing(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         return call(), at
 
@@ -140,9 +137,6 @@ class _Nothing(RequestCodec):
 
 
 class _U32Field(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("u")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 4
         if stop > end:
@@ -154,9 +148,6 @@ class _U32Field(RequestCodec):
 
 
 class _I64Field(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("n")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 8
         if stop > end:
@@ -193,9 +184,6 @@ def _stop(data: bytes, at: int, end: int, limit: str, allowed: int) -> int:
 
 
 class _Key(_BeginsWithKey):
-    def __init__(self) -> None:
-        super().__init__("k")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
         if start <= end:  # a complete key needs no call of `key_stop`
@@ -209,9 +197,6 @@ class _Key(_BeginsWithKey):
 
 
 class _KeyI64(_BeginsWithKey):
-    def __init__(self) -> None:
-        super().__init__("kn")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
         if start <= end:
@@ -515,21 +500,25 @@ class PartialList(PartialRequest):
 class ReplyCodec:
     """The layout of a reply."""
 
-    kind: str = ""
-    """The kind of result: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its absence,
-    `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
-
-    layout: str = ""
-    """The reply, for `docs/wire.md`."""
-
-    encode: Callable[[Any], Any] | None = None
-    """Converts a result to the reply's bytes, or its pieces; None if the result needs no conversion, or is nothing."""
-
-    in_pieces: bool = False
-    """Whether `encode` returns a list of pieces, so that values are not copied."""
-
-    measure: Callable[[Any], int] | None = None
-    """Returns the length in bytes; set for a reply that may be much larger than its request."""
+    def __init__(
+        self,
+        kind: str = "",
+        layout: str = "",
+        encode: Callable[[Any], Any] | None = None,
+        in_pieces: bool = False,
+        measure: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.kind = kind
+        """The kind of result: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its
+        absence, `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
+        self.layout = layout
+        """The reply, for `docs/wire.md`."""
+        self.encode = encode
+        """Converts a result to the reply's bytes, or its pieces; None if the result is these already, or nothing."""
+        self.in_pieces = in_pieces
+        """Whether the reply is a list of pieces, so that values are not copied."""
+        self.measure = measure
+        """Returns the length in bytes; set for a reply that may be much larger than its request."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys in the request.
@@ -543,9 +532,9 @@ class ReplyCodec:
 class PartialReply:
     """The state of a reply that has been decoded in part: items, and how many there will be."""
 
-    def __init__(self, count: int, items: list[Framed], bare: bool) -> None:
+    def __init__(self, count: int, bare: bool) -> None:
         self.count = count
-        self.items = items
+        self.items: list[Framed] = []
         self.bare = bare
         """Whether items are kept without their length prefix: keys are, values are not."""
         self.at = 0
@@ -575,11 +564,6 @@ class _NoReply(ReplyCodec):
 
 
 class _Echo(ReplyCodec):
-    def __init__(self) -> None:
-        self.kind = "u"
-        self.layout = "u32"
-        self.encode = _U32.pack
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 4
         if stop > end:
@@ -588,11 +572,6 @@ class _Echo(ReplyCodec):
 
 
 class _Number(ReplyCodec):
-    def __init__(self) -> None:
-        self.kind = "n"
-        self.layout = "i64"
-        self.encode = _I64.pack
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 8
         if stop > end:
@@ -611,13 +590,11 @@ class _Byte(ReplyCodec):
     """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply yet."""
 
     def __init__(self, kind: str, yes: int, no: int | None, layout: str, error: str) -> None:
-        self.kind = kind
-        self.layout = layout
+        super().__init__(kind, layout, (b"" if no is None else bytes([no]), bytes([yes])).__getitem__)
         self.yes = yes
         self.no = no
         self.error = error
         """The message for any other byte, as PyTorch's client has it."""
-        self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         if at == end:
@@ -640,10 +617,6 @@ def _framed_stop(data: bytes, at: int, end: int) -> int:
 
 
 class _Value(ReplyCodec):
-    def __init__(self, layout: str) -> None:
-        self.kind = "v"
-        self.layout = layout
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = _framed_stop(data, at, end)
         if stop < 0:
@@ -653,10 +626,6 @@ class _Value(ReplyCodec):
 
 class _NoValue(ReplyCodec):
     """The end of a FETCH without a value: a length that no value has."""
-
-    def __init__(self) -> None:
-        self.kind = "a"
-        self.layout = "8 bytes `ff`"
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + PREFIX
@@ -670,23 +639,12 @@ class _NoValue(ReplyCodec):
 class _Values(ReplyCodec):
     """One value for each key of the request."""
 
-    def __init__(self) -> None:
-        self.kind = "w"
-        self.layout = "*n* × value"
-        self.in_pieces = True
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
-        return PartialReply(count, [], bare=False).decode(data, at, end)
+        return PartialReply(count, bare=False).decode(data, at, end)
 
 
 class _CountedKeys(ReplyCodec):
     """A count and as many keys."""
-
-    def __init__(self) -> None:
-        self.kind = "c"
-        self.layout = "i64 *n*, *n* × key"
-        self.encode = _encode_keys
-        self.measure = _measure_keys
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -695,7 +653,7 @@ class _CountedKeys(ReplyCodec):
         number: int = read_i64_le(data, at)
         if not 0 <= number < MAX_REPLY_ITEM:
             raise ProtocolError(f"reply claims {_unsigned(number)} keys")
-        return PartialReply(number, [], bare=True).decode(data, start, end)
+        return PartialReply(number, bare=True).decode(data, start, end)
 
 
 def _measure_keys(keys: list[bytes]) -> int:
@@ -712,12 +670,6 @@ def _encode_keys(keys: list[bytes]) -> bytes:
 
 class _Popped(ReplyCodec):
     """A length and, if it is more than 0, a value."""
-
-    def __init__(self, layout: str, encode: Callable[[Any], Any]) -> None:
-        self.kind = "p"
-        self.layout = layout
-        self.encode = encode
-        self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -741,11 +693,11 @@ def _encode_deferred_popped(popped: tuple[int, Framed | None] | None) -> list[Fr
     return [] if popped is None else encode_popped(popped)
 
 
-NOTHING: Final[RequestCodec] = _Nothing()
-U32: Final[RequestCodec] = _U32Field()
-I64: Final[RequestCodec] = _I64Field()
-KEY: Final[RequestCodec] = _Key()
-KEY_I64: Final[RequestCodec] = _KeyI64()
+NOTHING: Final[RequestCodec] = _Nothing("")
+U32: Final[RequestCodec] = _U32Field("u")
+I64: Final[RequestCodec] = _I64Field("n")
+KEY: Final[RequestCodec] = _Key("k")
+KEY_I64: Final[RequestCodec] = _KeyI64("kn")
 KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
 KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
 KEY_VALUE_2_I64: Final[RequestCodec] = _KeyValueNumbers(2)
@@ -756,15 +708,17 @@ NAMED_VALUES: Final[RequestCodec] = CountedList("m", _KeyValue(1, large=False), 
 TOKEN: Final[RequestCodec] = _Token(MAX_TOKEN)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
-ECHO: Final[ReplyCodec] = _Echo()
-NUMBER: Final[ReplyCodec] = _Number()
+ECHO: Final[ReplyCodec] = _Echo("u", "u32", _U32.pack)
+NUMBER: Final[ReplyCodec] = _Number("n", "i64", _I64.pack)
 PRESENCE: Final[ReplyCodec] = _Byte("b", READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
 WAKE: Final[ReplyCodec] = _Byte("d", STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
 CANCELED: Final[ReplyCodec] = _Byte("d", WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
-VALUE: Final[ReplyCodec] = _Value("value")
-DEFERRED_VALUE: Final[ReplyCodec] = _Value("value, now or later")
-NO_VALUE: Final[ReplyCodec] = _NoValue()
-VALUES: Final[ReplyCodec] = _Values()
-COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys()
-POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0", encode_popped)
-DEFERRED_POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped)
+VALUE: Final[ReplyCodec] = _Value("v", "value")
+DEFERRED_VALUE: Final[ReplyCodec] = _Value("v", "value, now or later")
+NO_VALUE: Final[ReplyCodec] = _NoValue("a", "8 bytes `ff`")
+VALUES: Final[ReplyCodec] = _Values("w", "*n* × value", in_pieces=True)
+COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys("c", "i64 *n*, *n* × key", _encode_keys, measure=_measure_keys)
+POPPED: Final[ReplyCodec] = _Popped("p", "i64 *n*; value if *n* > 0", encode_popped, in_pieces=True)
+DEFERRED_POPPED: Final[ReplyCodec] = _Popped(
+    "p", "i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped, in_pieces=True
+)
