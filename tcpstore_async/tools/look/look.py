@@ -1,7 +1,7 @@
 """`tcpstore info`, `keys`, `stat`, `latency` and `monitor`: options and text.
 
-The first two ask a server as its clients do, ours or PyTorch's, and the admin socket of one of this machine for what
-clients cannot be told; the others ask that socket. They do not know how a request is made.
+The first two query a server as clients do, ours or PyTorch's, and the admin socket of one on this machine for what
+clients cannot see; the others query that socket. Must not know how a request is made.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from ...base.limits import Limits
 from ...base.version import VERSION
 from ...cli.client import ping_milliseconds
 from ...cli.context import OTHER_SERVER, ClientContext, client_command, keys_store_option, looking_command, wait_option
+from ...cli.options import Seconds
 from ...cli.output import escape, print_json, print_result, to_json
-from ...cli.seconds import Seconds
 from ...client.admin import Where, ask, is_local, read_environment
 from ...client.aio import AsyncTCPStore
 from ...diagnosis.facts import Facts, read_facts
@@ -32,7 +32,7 @@ from ...serving import build
 from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
 
 _FIRST_INTERVAL: Final = 0.3
-"""Seconds between the two samples of a `stat` that prints once."""
+"""Seconds between the two looks of a `stat` that prints once."""
 
 _HEADER_EVERY: Final = 20
 """Rows between two headers."""
@@ -78,7 +78,7 @@ def info(context: ClientContext, local: bool, admin: Path | None) -> None:
 
 
 def _described(context: ClientContext) -> dict[str, Any]:
-    """Describe a server as clients know it or, if it is of this machine and cannot be reached, as it does itself."""
+    """Describe a server as clients see it; if it is on this machine and cannot be reached, as its admin socket does."""
     try:
         path: Path | None = find_admin(context.host, context.port)
     except DistError:
@@ -112,7 +112,7 @@ def _described(context: ClientContext) -> dict[str, Any]:
 
 
 def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
-    """Describe a server by what it says itself: there is no round trip."""
+    """Describe a server by its admin socket, without a round trip of a client."""
     facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, [], timeout)))
     return {"server": "tcpstore_async", **facts.server, "ping_milliseconds": None}
 
@@ -182,7 +182,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
     ("KEYS", 9, lambda one: str(one.keys)),
     ("BYTES", 10, lambda one: in_bytes(one.bytes)),
 )
-"""Fields that there are for each store; the rest are of the server."""
+"""The columns with --store: other numbers are not counted for each store."""
 
 
 @click.command()
@@ -230,7 +230,7 @@ def stat(context: ClientContext, interval: float | None, count: int | None, admi
 
 
 def store_figures(store: str, now: Interval) -> dict[str, Any]:
-    """Return what there is for one store, for JSON."""
+    """Return the numbers of one store, for JSON."""
     names = ("time", "sessions", "waiting", "joined", "keys", "bytes")
     return {"store": store, **{name: getattr(now, name) for name in names}}
 
@@ -365,14 +365,14 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
 
 
 class _RankNames:
-    """The ranks of processes of this machine, by their environment."""
+    """Ranks of processes on this machine, from their environments."""
 
     def __init__(self) -> None:
         self._local: dict[str, bool] = {}
         self._known: dict[int, str | None] = {}
 
     def rank(self, sample: Sample) -> str | None:
-        """Return the rank that has sent a command, if it is known."""
+        """Return the rank that sent a command, if known."""
         if sample.rank is not None or sample.pid is None:
             return sample.rank
         if sample.host not in self._local:
@@ -385,8 +385,7 @@ class _RankNames:
 
 
 def _as_object(sample: Sample) -> dict[str, Any]:
-    found = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    return {**found, "key": None if sample.key is None else caller_key(sample.key)}
+    return {**msgspec.structs.asdict(sample), "key": None if sample.key is None else caller_key(sample.key)}
 
 
 def _sample_line(sample: Sample) -> str:
