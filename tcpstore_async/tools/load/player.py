@@ -199,7 +199,7 @@ class Player:
     async def _check_server(self) -> None:
         """Count the keys on the server.
 
-        Raises DistNetworkError without a server, and RecordingError if it lacks our extension and the recording needs it.
+        Raises DistNetworkError without a server, and RecordingError if it lacks an extension that the recording needs.
         """
         async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout, server="") as store:
             needed = sorted({s.command.name for s in self.recording.steps if s.command.since})

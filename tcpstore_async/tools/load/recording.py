@@ -47,8 +47,8 @@ _RECORDED_AS: Final = {"u": "", "t": "", "m": "i"}
 FIELDS: Final[dict[RequestCodec, str]] = {
     command.request: "".join([_RECORDED_AS.get(kind, kind) for kind in command.request.kinds]) for command in COMMANDS
 }
-"""Kinds of the fields in a request's row, keyed by codec, in letters of `wire/codecs.py: FIELD_LAYOUTS`. Numbers stand for
-keys, lists and values."""
+"""Kinds of the fields in a request's row, keyed by codec, in letters of `wire/codecs.py: FIELD_LAYOUTS`. Keys, lists and
+values are numbers."""
 
 _RECORDED_REPLIES: Final = "nbvwcp"
 

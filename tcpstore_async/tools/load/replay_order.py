@@ -195,7 +195,7 @@ class _Order:
             self._joins_writers(step, names, [*names.readers.values()], row)
 
     def _joins_writers(self, step: Step, key: _Key, before: list[Step], row: int) -> None:
-        """Add a write whose order among the last ones does not matter; `before` are the steps since the ones before it."""
+        """Add a write whose order among the last ones does not matter; `before` are steps since the previous ones."""
         if before:
             key.before = before
             key.writers = []
