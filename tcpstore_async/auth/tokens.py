@@ -101,7 +101,7 @@ class TokenKeys:
         parts = token.split(b".")
         if len(parts) != 4 or parts[0] != VERSION:
             return "this server does not support the token's version"
-        if parts[1] != signer.encode():
+        if parts[1] != signer.encode():  # the key was renamed, or shares its secret
             return _UNSIGNED
         try:
             said = msgspec.json.decode(base64.urlsafe_b64decode(parts[2] + b"=" * (-len(parts[2]) % 4)), type=Claims)

@@ -106,7 +106,7 @@ def add(context: ClientContext, key: str, amount: int) -> None:
         try:
             return await store.add(_bytes(key), amount)
         except DistNetworkError:
-            await context.check_connection()
+            await context.check_connection()  # a server that runs has closed the connection because of this ADD
             raise DistStoreError(
                 f"the server closed the connection: the value of {key!r} is probably not a number"
             ) from None

@@ -31,7 +31,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         count = _count_leading_options(args)
-        if 0 < count < len(args):
+        if 0 < count < len(args):  # move the name to the front
             args = [args[count], *args[:count], *args[count + 1 :]]
         elif count and not ctx.resilient_parsing:
             ctx.fail("Missing command.")

@@ -116,7 +116,7 @@ class ClientContext:
                 reason = _exceeded_limit(key, value)
                 if not reason:
                     raise
-                await self.check_connection()
+                await self.check_connection()  # a server that runs has closed the connection because of this write
                 raise DistStoreError(f"the server closed the connection: {reason}") from None
 
         self.run(write_and_ping)

@@ -62,7 +62,7 @@ def _write_all(stream: Any, data: bytes) -> None:
     remaining = memoryview(data)
     while remaining:
         count = raw.write(remaining)
-        if count is None:
+        if count is None:  # a non-blocking stream, inherited as such
             select.select([], [raw], [])
         else:
             remaining = remaining[count:]

@@ -202,7 +202,7 @@ class Ranks:
             return True
         total = size or len([rank for rank in self.all if rank.sessions])
         if size_told := gloo_size(family, members.value_bytes):
-            return size_told >= total
+            return size_told >= total  # else ranks in a smaller group
         return 2 * len(members.writers) > total
 
     def _environment(self, rank: Rank) -> Environment:

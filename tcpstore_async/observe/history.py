@@ -142,7 +142,7 @@ class History(Observer):
     def leaves(self, session: Holder) -> None:
         """Keep a session that is about to leave, if anything refers to it."""
         if not isinstance(session, ServerSession) or session.heard_at == NEVER:
-            return
+            return  # it has sent nothing, or has left already
         session.heard_at = NEVER
         if session.joined is not None:
             self._enter(self._barrier(session.joined[0]), session)
@@ -219,7 +219,7 @@ class History(Observer):
             if not command.flags & MUTATES or method in _NO_VALUES:
                 return call
             return lambda *fields: self._changed(command, command.request.keys(fields), call(*fields))
-        if getattr(call, "__self__", None) is self.keyspace:
+        if getattr(call, "__self__", None) is self.keyspace:  # the usual case, without an indirection
             if method == "set":
                 return self._set
             if method == "add":
@@ -452,7 +452,7 @@ class History(Observer):
         self._in_barriers -= size
         self._count(-size)
         write = self._young.get(counter)
-        if write is not None:
+        if write is not None:  # the barrier is open: later ADDs are not arrivals
             write.barrier = None
 
 

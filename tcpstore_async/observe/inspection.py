@@ -80,7 +80,9 @@ class Inspection:
         weight = 0
         holders = self.store.budget.holders
         for holder in list(holders):
-            if not isinstance(holder, ServerSession) or holder not in holders:
+            if (
+                not isinstance(holder, ServerSession) or holder not in holders
+            ):  # it may have left since the last portion
                 continue
             if holder.store is not self.store and not self.everyone:
                 continue
@@ -184,7 +186,7 @@ class Inspection:
                 weight = 0
             if not isinstance(holder, ServerSession) or holder.store is not self.store:
                 continue
-            if holder not in holders:
+            if holder not in holders:  # departed: the history has its arrivals
                 left[holder.serial] = holder
                 continue
             if holder.joined is not None:
@@ -248,27 +250,21 @@ class Inspection:
         return fact
 
     def _wait(self, session: ServerSession, groups: list[Fact]) -> Fact:
-        wait: Fact = {"for": AWAITED[session.state], "keys": []}
         group = session.group
-        if session.barrier is not None:
-            wait.update({"for": "barrier", "keys": [readable(session.barrier)]})
-        elif isinstance(group, Counter):
-            wait["keys"] = [readable(group.key)]
-            wait["target"] = session.number
-        elif isinstance(group, SharedWait):
-            wait["group"] = id(group)
+        kind = AWAITED[session.state] if session.barrier is None else "barrier"
+        if isinstance(group, SharedWait):  # its keys are in the fact about the group
             if id(group) not in self._groups:
                 self._groups.add(id(group))
                 missing = [] if group.parked is None else [readable(key) for key in group.parked]
                 listed = [] if group.listed is None else [readable(key) for key in group.listed.keys]
                 groups.append({"id": id(group), "keys": missing, "all": listed})
-        elif session.state == AWAITING_KEYS:
-            keys = self._registered(session)
-            wait["keys"] = [readable(key) for key in keys[:_MOST_AWAITED]]
-            if len(keys) > _MOST_AWAITED:
-                wait["more"] = len(keys) - _MOST_AWAITED
-        elif session.awaited:
-            wait["keys"] = [readable(session.awaited)]
+            return {"for": kind, "keys": [], "group": id(group)}
+        keys = self._registered(session) if kind == "keys" else list(awaited_keys(session))
+        wait: Fact = {"for": kind, "keys": [readable(key) for key in keys[:_MOST_AWAITED]]}
+        if len(keys) > _MOST_AWAITED:
+            wait["more"] = len(keys) - _MOST_AWAITED
+        if isinstance(group, Counter):
+            wait["target"] = session.number
         return wait
 
     def _registered(self, session: ServerSession) -> list[bytes]:

@@ -125,7 +125,7 @@ class Questions:
             if len(self._known) >= _KEPT:
                 self._known = {}
         access = store.hub.auth.granted.get(session)
-        if size > _KEPT_BYTES:
+        if size > _KEPT_BYTES:  # comparing it with known questions would take long
             question = Question(self, access, items)
         else:
             identity: tuple[object, ...] = (access, *items)
@@ -233,7 +233,7 @@ class Question:
             if thorough:
                 self._queued = self._questions.searching is not None
                 self._questions.queued += self._queued
-                while self._questions.searching is not None:
+                while self._questions.searching is not None:  # another question's search
                     yield
                 self._release_search()
                 self._questions.searching = self
@@ -406,14 +406,14 @@ class _WhoIsMissing:
             found = family_of(readable(keys[at]))
             if at in gone:
                 if found is None or (family is not None and found[0] != family):
-                    return
+                    return  # not one key per rank
                 family = found[0]
                 missing.append(found[1])
             elif found is not None and found[0] == family:
                 write = self._history.last_write(keys[at])
                 rank = None if write is None or write.by is None else rank_of(write.by.peer)
                 if rank is not None and rank != found[1]:
-                    return
+                    return  # the numbers are not ranks
                 confirmed = confirmed or rank is not None
         if confirmed:
             missing.sort()

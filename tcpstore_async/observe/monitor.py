@@ -68,35 +68,21 @@ class Monitor:
             self.dropped += 1
             return
         first = fields[0] if fields else None  # a key, a list of keys or pairs, or neither
-        key: bytes | None = None
-        keys = 0
-        size = 0
-        last: object = None
-        if isinstance(first, KeyList):
-            key, keys = first.keys[0], len(first.keys)
-        elif command.request.names_keys and isinstance(first, list):
-            keys = len(first)
-            for item in first:
-                if isinstance(item, tuple):
-                    size += len(item[1]) - PREFIX
-                    last = item[1]
-            if first:
-                key = first[0][0] if isinstance(first[0], tuple) else first[0]
-        elif command.request.names_keys and isinstance(first, bytes):
-            key, keys = first, 1
-            if not command.flags & SESSION:  # the value of JOIN is a token
-                for field in fields[1:]:
-                    if isinstance(field, (bytes, bytearray)):
-                        size += len(field) - PREFIX
-                    last = field
+        keys: list[bytes] = first.keys if isinstance(first, KeyList) else command.request.keys(fields)
+        values: list[Any] = []
+        if keys and isinstance(first, list):
+            values = [item[1] for item in first if isinstance(item, tuple)]
+        elif keys and not command.flags & SESSION:  # the value of JOIN is a token
+            values = list(fields[1:])
+        size = sum([len(one) - PREFIX for one in values if isinstance(one, (bytes, bytearray))])
         host, port, pid, rank = "", 0, None, None
         if session is not None:
             host, port = session.host, session.port
             pid = None if session.pid < 0 else session.pid
             rank = session.peer.get("rank")
-        value = _shown_value(last) if self.values else None
-        shown_key = None if key is None else shown(key)
-        sample = [self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value]
+        key = shown(keys[0]) if keys else None
+        value = _shown_value(values[-1]) if values and self.values else None
+        sample = [self.clock(), host, port, pid, rank, command.name, key, len(keys), size, value]
         self._samples.append([*sample, store] if store else sample)
 
 

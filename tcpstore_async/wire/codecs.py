@@ -406,7 +406,7 @@ class CountedList(RequestCodec):
             return None, -start
         count: int = read_i64_le(data, at)
         limits.check_keys(count)
-        if count == 1 and self.item is KEY and start + 8 <= end:
+        if count == 1 and self.item is KEY and start + 8 <= end:  # most WAITs and CHECKs
             stop = start + 8 + read_i64_le(data, start)
             if start + 8 <= stop <= end and stop - start - 8 <= limits.key_bytes:
                 return call([data[start + 8 : stop]]), stop
@@ -473,6 +473,7 @@ class PartialList(PartialRequest):
         if item is KEY:
             at = take_keys(items, self.count, data, at, end, limits)
         need = 0
+        # Other items than keys; of keys, the one that `take_keys` refused: it is incomplete or too long.
         while len(items) < self.count:
             field, stop = item.decode(self.codec.pick, data, at, end, limits)
             if stop < 0:
@@ -482,7 +483,7 @@ class PartialList(PartialRequest):
             if item is not KEY:
                 self.key_bytes += len(field[0])
             at = stop
-        if item is KEY:
+        if item is KEY:  # all bytes but the length prefixes and the count
             self.key_bytes = self.size + at - start - PREFIX * (len(items) + 1)
         if self.key_bytes > limits.request_key_bytes:
             raise LimitError("request_key_bytes", self.key_bytes, limits.request_key_bytes)

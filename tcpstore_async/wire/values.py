@@ -179,7 +179,7 @@ def number(value: StoredValue) -> int:
     stop = start + NUMBER_BYTES
     found = _NUMBER.match(text, start, stop)
     assert found is not None
-    if found.end() == stop and size(value) > PREFIX + NUMBER_BYTES:
+    if found.end() == stop and size(value) > PREFIX + NUMBER_BYTES:  # the digits may continue
         raise ProtocolError(f"value has no number within its first {NUMBER_BYTES} bytes")
     sign, digits = found.groups()
     if digits:

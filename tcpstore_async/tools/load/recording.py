@@ -47,8 +47,8 @@ _RECORDED_AS: Final = {"u": "", "t": "", "m": "i"}
 FIELDS: Final[dict[RequestCodec, str]] = {
     command.request: "".join([_RECORDED_AS.get(kind, kind) for kind in command.request.kinds]) for command in COMMANDS
 }
-"""Kinds of the fields in a request's row, keyed by codec, in letters of `wire/codecs.py: FIELD_LAYOUTS`. Keys, lists and
-values are numbers."""
+"""Kinds of the fields in a request's row, keyed by codec, as letters of `FIELD_LAYOUTS` in `wire/codecs.py`; numbers
+stand for keys, lists and values."""
 
 _RECORDED_REPLIES: Final = "nbvwcp"
 
