@@ -82,11 +82,7 @@ def escape(text: str) -> str:
     """Return untrusted text as one printable line."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _escape_char(char) for char in text)
-
-
-def _escape_char(char: str) -> str:
-    return char.encode("unicode_escape").decode()
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def print_error(text: str, status: int, output: str) -> None:

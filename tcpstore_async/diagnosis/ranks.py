@@ -170,7 +170,7 @@ class Ranks:
             elif ranks[0].sessions:
                 self.claimed[number] = ranks
         if self.world_size is None and self._environments:
-            self.world_size = self._size_in_environments()
+            self.world_size = _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
             if len(self.by_number) == len(self.all):
                 return
@@ -222,9 +222,6 @@ class Ranks:
                 return int(wait.target)
         sessions = chain.from_iterable([rank.sessions for rank in self.described])
         return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
-
-    def _size_in_environments(self) -> int | None:
-        return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
 
 def _repeat(deeds: list[list[str]]) -> bool:

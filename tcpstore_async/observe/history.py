@@ -186,13 +186,11 @@ class History(Observer):
         """Yield portions of the connected sessions that have been heard, then of the departed ones."""
         holders = list(self.store.budget.holders)
         for at in range(0, len(holders), portion):
-            yield [one for one in holders[at : at + portion] if isinstance(one, ServerSession) and self._knows(one)]
+            found = [one for one in holders[at : at + portion] if isinstance(one, ServerSession)]
+            yield [one for one in found if one.store is self.store and one.heard_at != NEVER]
         departed = self.departed()
         for at in range(0, len(departed), portion):
             yield departed[at : at + portion]
-
-    def _knows(self, session: ServerSession) -> bool:
-        return session.store is self.store and session.heard_at != NEVER
 
     def members(self, counter: bytes, found: list[ServerSession], portion: int) -> Iterator[None]:
         """Append to `found` the sessions that have arrived at a barrier or joined; each step examines `portion`."""

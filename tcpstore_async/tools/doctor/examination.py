@@ -75,9 +75,13 @@ def examine(
         ("host name", lambda: names.check_name(machine.name, look_up, is_local, own_address(), seconds))
     ]
     if serves:
-        checks.append(("reverse names", lambda: _check_reverse_names(machine.name, ranks, seconds)))
+        checks.append(
+            ("reverse names", lambda: names.check_reverse_names(_peers(machine.name, seconds), reverse, ranks, seconds))
+        )
         if port is not None:
-            checks.append(("port", lambda: kernel.check_port(port, bind, _holder(machine))))
+            checks.append(
+                ("port", lambda: kernel.check_port(port, bind, lambda held: find_holder("::", held, machine.proc)))
+            )
         checks.append(("queues", lambda: _check_queues(machine, ranks)))
     else:
         text = "the server is on another machine: run this command there too"
@@ -101,10 +105,6 @@ def examine(
             yield Finding(name, WARN, f"could not be checked: {error.strerror or error}")
 
 
-def _check_reverse_names(name: str, ranks: int, seconds: float) -> list[Finding]:
-    return names.check_reverse_names(_peers(name, seconds), reverse, ranks, seconds)
-
-
 def _check_queues(machine: Machine, ranks: int) -> list[Finding]:
     somaxconn = machine.number("net.core.somaxconn")
     backlog, cookies = machine.number("net.ipv4.tcp_max_syn_backlog"), machine.number("net.ipv4.tcp_syncookies")
@@ -119,11 +119,6 @@ def _check_queues(machine: Machine, ranks: int) -> list[Finding]:
 def _check_ephemeral_ports(machine: Machine, port: int) -> Finding:
     ports, reserved = (machine.sysctl(f"net.ipv4.ip_local_{what}") for what in ("port_range", "reserved_ports"))
     return kernel.check_ephemeral_ports(port, ports, reserved)
-
-
-def _holder(machine: Machine) -> Callable[[int], Holder | None]:
-    """Return a function that returns the holder of a port."""
-    return lambda port: find_holder("::", port, machine.proc)
 
 
 def _find_listener(machine: Machine, way: server.Way, seconds: float) -> Holder | None:

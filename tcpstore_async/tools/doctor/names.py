@@ -55,7 +55,7 @@ def _check_addresses(name: str, addresses: list[str], is_local: Callable[[str], 
     if foreign:
         text = f"{name} resolves outside this machine, to {_listed(foreign)}: ranks would connect elsewhere"
         return Finding("published address", FAIL, text, _entry(name, own_address, replaced=True))
-    loopback = [address for address in addresses if _is_loopback(address)]
+    loopback = [address for address in addresses if _parse(address).is_loopback]
     if loopback:
         text = (
             f"{name} resolves to {_listed(loopback)}: a rank that publishes it, as gloo does, can be reached only from "
@@ -121,7 +121,3 @@ def _listed(addresses: list[str]) -> str:
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address.partition("%")[0])
-
-
-def _is_loopback(address: str) -> bool:
-    return _parse(address).is_loopback

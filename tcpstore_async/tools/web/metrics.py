@@ -113,7 +113,8 @@ class _Server(Collector):
         if self._counters is None:
             return
         server, stats = self._counters.server, self._counters.stats
-        yield _info(server)
+        labels = {name: str(server.get(name, "")) for name in ("version", "build")}
+        yield InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
         accepting = float(bool(server.get("accepting", True)))
         yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
         for name, text, gauge in _GAUGES:
@@ -151,11 +152,6 @@ def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str,
     registry.register(_Server(counters, names))
     encode, kind = choose_encoder(accept)
     return kind, encode(registry)
-
-
-def _info(server: dict[str, Any]) -> Metric:
-    labels = {name: str(server.get(name, "")) for name in ("version", "build")}
-    return InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
 
 
 def _stores(counters: Look, names: bool) -> Iterator[Metric]:
