@@ -229,21 +229,15 @@ def _read_revoked(path: str | os.PathLike[str]) -> frozenset[str]:
 class TokenFiles:
     """What a server checks tokens against, read from files that may be reloaded."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        revoked: str | os.PathLike[str] | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], revoked: str | os.PathLike[str] | None = None) -> None:
         """Read the files. Raises OSError and ValueError."""
         self._path = path
         self._revoked = revoked
-        self._clock = clock
         self._keys = read_keys(path, revoked)
 
     def authenticate(self, token: bytes) -> Access | str:
         """Return what a token allows, or why it is refused."""
-        return self._keys.check(token, self._clock())
+        return self._keys.check(token, time.time())
 
     def paths(self) -> list[str]:
         """Return the paths of the files."""

@@ -67,7 +67,7 @@ _NAMED: Final = 4
 """Keys of a longer list that a text names."""
 
 
-def describe_wait(kind: str, keys: list[str], more: int = 0, target: int = 0) -> str:
+def describe_wait(kind: str, keys: list[str], more: int, target: int) -> str:
     """Describe what a waiting peer does; `kind` is `keys`, `value`, `item`, `number`, `barrier`, `round` or `store`.
 
     `keys` are stored keys, decoded; `more` others are not listed. `target` is the awaited number.
