@@ -259,8 +259,8 @@ class _Search:
         if expected is not None and value >= expected:
             expected = None
         since = max([session.idle for session in sessions])
-        everybody = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
-        others = [] if is_for_agents(key) else self._without(everybody, came)
+        everyone = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
+        others = [] if is_for_agents(key) else self._without(everyone, came)
         return self._pending("barrier", key, value, expected, came, others, waiting, since)
 
     def _pending(
@@ -293,9 +293,9 @@ class _Search:
         fewer_on = self._fewer_on(came)
         return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, fewer_on, unidentified)
 
-    def _without(self, everybody: Iterable[Rank], came: set[Rank]) -> list[Rank]:
+    def _without(self, everyone: Iterable[Rank], came: set[Rank]) -> list[Rank]:
         """Return the connected processes that may be ranks and have not arrived."""
-        return [rank for rank in set(everybody) - came if rank.sessions and self._may_be_rank(rank)]
+        return [rank for rank in set(everyone) - came if rank.sessions and self._may_be_rank(rank)]
 
     def _may_be_rank(self, rank: Rank) -> bool:
         """Return whether a connected process may be a rank: it has sent more than VALIDATE."""

@@ -90,7 +90,7 @@ class Write:
         self.by: Peer | None = None
         """The session that wrote it, which may have left."""
         self.at: float = at
-        """In seconds of the server's clock."""
+        """Time of the write, in seconds of the server's clock."""
         self.barrier: Barrier | None = None
         """The barrier whose counter it is, unless it is open."""
 
@@ -100,7 +100,7 @@ _NOTHING: Final = Write(b"", NEVER)
 
 
 class History(Observer):
-    """What is remembered of the sessions of one store."""
+    """The history of one store: last writes, arrivals at barriers, departed sessions."""
 
     def __init__(self, store: Store, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
         """Remember as much as `most_bytes`, or its share of the budget if that is less.
@@ -111,7 +111,7 @@ class History(Observer):
         self.store = store
         self.keyspace = store.keyspace
         self.held: int = 0
-        """Bytes counted for all of it."""
+        """Bytes counted for the whole history."""
         self.barriers: dict[bytes, Barrier] = {}
         """Keyed by counter."""
         most = min(most_bytes, store.budget.limit // _SHARE)

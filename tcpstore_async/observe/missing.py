@@ -43,7 +43,7 @@ _SCANNED: Final = 16_384
 """Existing keys examined, newest first: a misspelled key is mostly similar to a recent one."""
 
 _LONGEST_KEY: Final = 512
-"""Characters of a key above which it is neither compared nor has similar keys."""
+"""Longest key, in characters, that is compared, whether missing or existing."""
 
 _LETTERS: Final = 100
 """Most texts compared by edit distance."""
@@ -373,12 +373,12 @@ class _WhoIsMissing:
         """Find the sessions that have joined but not arrived, if their number is `missing`."""
         if missing > _MOST_OTHERS:
             return
-        everybody: list[ServerSession] = []
-        yield from self._history.members(WORKERS_KEY, everybody, _PORTION)
+        joined: list[ServerSession] = []
+        yield from self._history.members(WORKERS_KEY, joined, _PORTION)
         came = set(members)
         others: dict[tuple[object, ...], ServerSession] = {}
-        for at in range(0, len(everybody), _PORTION):
-            for one in everybody[at : at + _PORTION]:
+        for at in range(0, len(joined), _PORTION):
+            for one in joined[at : at + _PORTION]:
                 if one not in came:
                     others[self._process(one)] = one
             if len(others) > 2 * _MOST_OTHERS:

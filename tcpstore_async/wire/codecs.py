@@ -464,7 +464,7 @@ class PartialList(PartialRequest):
         """Bytes of the keys."""
         self.at = 0
         if count > _MANY_ITEMS:
-            gc.collect(0)  # lest the list is traversed when it is long: 20 ms for 131,072 long keys
+            gc.collect(0)  # else a later collection traverses the long list: 20 ms for 131,072 long keys
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         item = self.codec.item

@@ -165,7 +165,7 @@ COMMANDS: Final = (
     Command(0x40, "FETCH",        KEY,             DEFERRED_VALUE,  "fetch",     PARKS | INTERNAL,
             "Replies with the value at once if the key exists, as CHECK sees it; otherwise once it appears, like WAIT "
             "for that key followed by GET: a QUEUE_PUSH ends it with the empty value and leaves the item to the "
-            "waiters behind it. Closes the connection if it has to block while another wait is pending.", since=1),
+            "waiters behind it. Closes the connection if it must block while another wait is pending.", since=1),
     Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,      "cancel_fetch", PARKS | INTERNAL,
             "Like CANCEL_WAIT, for a FETCH. If the value has already been sent, it precedes the reply.", since=1),
     Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,          "wait_count",  PARKS | INTERNAL,
@@ -184,7 +184,7 @@ COMMANDS: Final = (
     Command(0x45, "LEASE_LATER",  KEY_I64,         DEFERRED_POPPED, "lease_later", MUTATES | PARKS | INTERNAL,
             "Like LEASE, but if the key does not exist, the reply is sent once it does. It joins the queue's waiters "
             "in order of arrival, and takes the item itself. If the key has a plain value, or is set to one, *n* is "
-            "0. Closes the connection if it has to block while another wait is pending.", since=2),
+            "0. Closes the connection if it must block while another wait is pending.", since=2),
     Command(0x46, "CONFIRM",      I64,             NO_REPLY,      "confirm",     HOLDS | INTERNAL,
             "Ends the lease under this ticket: the item has reached its caller and is gone. Does nothing if there is "
             "no such lease. May be sent while the connection waits.", since=2),
@@ -208,7 +208,7 @@ COMMANDS: Final = (
             "order of names, and the world size. If the agent is to time a last call, replies with the round, -1 and "
             "the number of the call; if the rounds are closed, with the round, -2 and 1 for a redundant agent, else "
             "0. May be repeated, on any connection. Ended by CANCEL_FETCH. Closes the connection for any other "
-            "numbers, if it has to block while another wait is pending, and, unless the rounds are closed, once the "
+            "numbers, if it must block while another wait is pending, and, unless the rounds are closed, once the "
             "owner of the server has stopped it or ended.", since=3),
     Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | INTERNAL,
             "Executes an action for the agent whose name is the value (for no agent if the value is empty), and "

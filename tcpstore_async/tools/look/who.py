@@ -28,7 +28,7 @@ _ENOUGH: Final = 32
 """Ranks, or keys, that a line of text names; JSON contains all."""
 
 _MOST_CLAIMING: Final = 4
-"""Processes named of those with the same rank."""
+"""Processes that claim the same rank and are named."""
 
 
 def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: str | None = None) -> Facts:
