@@ -80,9 +80,8 @@ class Inspection:
         weight = 0
         holders = self.store.budget.holders
         for holder in list(holders):
-            if (
-                not isinstance(holder, ServerSession) or holder not in holders
-            ):  # it may have left since the last portion
+            # It may have left since the last portion.
+            if not isinstance(holder, ServerSession) or holder not in holders:
                 continue
             if holder.store is not self.store and not self.everyone:
                 continue
@@ -160,7 +159,7 @@ class Inspection:
                 if value is None:  # deleted since the previous portion
                     continue
                 size = 0 if isinstance(value, deque) else read_length(value)
-                found.append([readable(key), size, *self._write(key)])
+                found.append([readable(key), size, *self._last_write(key)])
                 weight += 1 + len(key) // _LONG
                 if weight >= PORTION:
                     yield self._with_departed({"keys": found})
@@ -205,7 +204,7 @@ class Inspection:
             found = members.get(key, [])
             if barrier is not None:
                 found += barrier.members
-            age = self._write(key)[0]
+            age = self._last_write(key)[0]
             for at in range(0, max(1, len(found)), _NUMBERS):
                 for serial in found[at : at + _NUMBERS]:
                     if serial in left:
@@ -277,7 +276,7 @@ class Inspection:
                 keys.append(key)
         return keys
 
-    def _write(self, key: bytes) -> tuple[float | None, int | None]:
+    def _last_write(self, key: bytes) -> tuple[float | None, int | None]:
         """Return the age of the last write to a key, and the session that made it; None if unknown."""
         write = self.history.last_write(key)
         at = NEVER if write is None else write.at

@@ -56,8 +56,8 @@ JOINS_KEY: Final = b"tcpstore_async/joins"
 """Reserved key whose GET returns how many ranks the server's owner expects; absent without an owner."""
 
 
-# Flags of a row: what a server must know about a command besides its codecs. They are integers, as `&` of an enum takes
-# half a microsecond in any build.
+# Flags of a row: what a server must know about a command besides its codecs. They are integers because `&` of an enum
+# takes a microsecond in any build.
 
 MUTATES: Final = 1
 """May change what is stored."""

@@ -52,11 +52,11 @@ def find_admin(host: str, port: int) -> Path:
     return found[0]
 
 
-def asked(context: ClientContext, admin: Path | None, asking: Callable[[Where, float | None], Answer]) -> Answer:
-    """Call `asking` with the place to query and the timeout; exit with the right status on failure."""
+def query(context: ClientContext, admin: Path | None, request: Callable[[Where, float | None], Answer]) -> Answer:
+    """Call `request` with the place to query and the timeout; exit with the right status on failure."""
     try:
         where = admin or context.http or find_admin(context.host, context.port)
-        return asking(where, None if context.timeout < 0 else context.timeout)
+        return request(where, None if context.timeout < 0 else context.timeout)
     except PermissionError as error:
         context.fail(str(error), NOT_ALLOWED)
     except (DistError, ProtocolError) as error:

@@ -29,7 +29,7 @@ from ...diagnosis.facts import Facts, read_facts
 from ...diagnosis.rates import Histogram, Interval, Look, between, read_look
 from ...diagnosis.samples import Sample, read_samples
 from ...serving import build
-from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
+from .asking import admin_option, find_admin, in_bytes, in_seconds, query, store_option
 
 _FIRST_INTERVAL: Final = 0.3
 """Seconds between the two looks of a `stat` that prints once."""
@@ -113,7 +113,7 @@ def _described(context: ClientContext) -> dict[str, Any]:
 
 def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
     """Describe a server by its admin socket, without a round trip of a client."""
-    facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, [], timeout)))
+    facts = query(context, admin, lambda path, timeout: read_facts(ask(path, [], timeout)))
     return {"server": "tcpstore_async", **facts.server, "ping_milliseconds": None}
 
 
@@ -151,7 +151,7 @@ def keys(context: ClientContext, prefix: str, raw: bool, sort: str, admin: Path 
 
 def _keys_by_size(context: ClientContext, prefix: str, raw: bool, admin: Path | None) -> None:
     store = context.store
-    facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
+    facts: Facts = query(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
     found = [(caller_key(one.key), one) for one in facts.keys]
     start = readable(os.fsencode(prefix))
     rows = sorted((-one.size, name, one.age) for name, one in found if name.startswith(start))
@@ -209,13 +209,13 @@ def stat(context: ClientContext, interval: float | None, count: int | None, admi
     store = context.store
     look = functools.partial(look_at, store=store)
     columns = _COLUMNS if store is None else _STORE_COLUMNS
-    before = asked(context, admin, look).stats
+    before = query(context, admin, look).stats
     due = time.monotonic()
     printed = 0
     while wanted is None or printed < wanted:
         due = max(due + seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-        after = asked(context, admin, look).stats
+        after = query(context, admin, look).stats
         row = between(before, after)
         before = after
         if context.output == "json":
@@ -361,7 +361,7 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
                 return
         raise DistNetworkError("the server closed the admin socket: it is stopping, or this command read too slowly")
 
-    asked(context, admin, follow)
+    query(context, admin, follow)
 
 
 class _RankNames:

@@ -27,7 +27,7 @@ from ...cli.options import Seconds
 from ...cli.output import escape, print_json
 from ...client.admin import Where
 from ...diagnosis.rates import Interval, Look, between
-from .asking import admin_option, asked, in_bytes, in_seconds, store_option, world_size_option
+from .asking import admin_option, in_bytes, in_seconds, query, store_option, world_size_option
 from .look import look_at, store_figures
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
     """
     store = context.store
     if context.output == "json":
-        print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
+        print_json(query(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("'top' needs a terminal; without one, use -o json, or 'tcpstore stat'.")
@@ -74,7 +74,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
         raise click.ClickException(
             "'top' needs rich: pip install 'tcpstore_async[top]'; without it, use 'tcpstore stat', or -o json"
         ) from None
-    number = asked(
+    number = query(
         context,
         admin,
         lambda path, timeout: _show(lambda: _look(path, timeout, store), interval, store, world_size),

@@ -21,7 +21,7 @@ from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollect
 from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, does, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.ranks import Ranks, number_ranges
-from .asking import admin_option, asked, in_seconds_or_more, store_option, world_size_option
+from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
 
 _ENOUGH: Final = 32
@@ -39,7 +39,7 @@ def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: 
     more: dict[str, Any] = {
         name: value for name, value in (("store", context.store), ("drop", drop)) if value is not None
     }
-    return asked(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
+    return query(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
 
 
 @click.command()
