@@ -128,7 +128,7 @@ def find_missing(facts: Facts, ranks: Ranks, waits: list[Awaited]) -> Missing:
     return _Search(facts, ranks).run(waits)
 
 
-def does(session: Session | None, groups: Mapping[int, Group]) -> str:
+def describe_activity(session: Session | None, groups: Mapping[int, Group]) -> str:
     """Describe what a session does; `groups` has the groups of waiters."""
     if session is None:
         return "has left"
@@ -421,7 +421,9 @@ class _Search:
             session = rank.main_session()
             since = 0.0 if session is None else session.idle
             port = 0 if session is None else session.port
-            found.append(Elsewhere(rank.number, rank.host, port, rank.pid, does(session, self.facts.groups), since))
+            found.append(
+                Elsewhere(rank.number, rank.host, port, rank.pid, describe_activity(session, self.facts.groups), since)
+            )
         found.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.port))
         return found
 

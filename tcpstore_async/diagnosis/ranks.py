@@ -112,9 +112,9 @@ class Ranks:
                 by_session[first.id] = rank
         several += [((), departed) for departed in left.values()]
         ids = [[*[one.id for one in sessions], *[one.id for one in departed]] for sessions, departed in several]
-        deeds = self._deeds(set(chain.from_iterable(ids)))
+        actions = self._unique_actions(set(chain.from_iterable(ids)))
         for (sessions, departed), each in zip(several, ids, strict=True):
-            if _repeat([deeds.get(one, []) for one in each]):
+            if _overlap([actions.get(one, []) for one in each]):
                 for session in sessions:
                     self._add((session,), ())
                 for one in departed:
@@ -122,19 +122,19 @@ class Ranks:
             else:
                 self._add(sessions, departed)
 
-    def _deeds(self, ids: set[int]) -> dict[int, list[str]]:
+    def _unique_actions(self, ids: set[int]) -> dict[int, list[str]]:
         """Return, for some sessions, what a rank does only once: two sessions that did the same are two ranks."""
-        deeds: dict[int, list[str]] = defaultdict(list)
+        actions: dict[int, list[str]] = defaultdict(list)
         if not ids:
-            return deeds
+            return actions
         for counter in self.facts.counters.values():
             for one in ids.intersection(counter.members):
-                deeds[one].append(counter.key)
+                actions[one].append(counter.key)
         for family, members in self.families.items():
             if members.one_each:
                 for one in ids.intersection(members.writers.values()):
-                    deeds[one].append(str(family))
-        return deeds
+                    actions[one].append(str(family))
+        return actions
 
     def _add(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
         first = sessions[0] if sessions else departed[0]
@@ -224,9 +224,9 @@ class Ranks:
         return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
 
 
-def _repeat(deeds: list[list[str]]) -> bool:
+def _overlap(actions: list[list[str]]) -> bool:
     """Return whether two of these sessions did the same."""
-    done = [deed for each in deeds for deed in set(each)]
+    done = [action for each in actions for action in set(each)]
     return len(set(done)) < len(done)
 
 

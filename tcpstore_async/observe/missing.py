@@ -212,7 +212,7 @@ class Question:
         self._release_search()
 
     def _release_search(self) -> None:
-        """Let the next question search, or leave their queue."""
+        """Give up the search, or the place in its queue."""
         if self._questions.searching is self:
             self._questions.searching = None
         if self._queued:
@@ -316,7 +316,7 @@ class Question:
             if write is None or history is None:
                 found.append(Near(name))
             else:
-                found.append(Near(name, _age(history, write.at), None if write.by is None else who_is(write.by)))
+                found.append(Near(name, _age(history, write.at), None if write.by is None else process_of(write.by)))
         return found
 
 
@@ -330,7 +330,7 @@ class _WhoIsMissing:
         """Number of further ones."""
         self.elsewhere: list[Elsewhere] = []
         self._history = history
-        self._tells = access is None or access.whole()
+        self._shows_keys = access is None or access.whole()
         """Whether the asker may see the keys of others, which descriptions contain."""
         self._others: list[ServerSession] = []
         """The missing sessions, if ranks are not known."""
@@ -428,12 +428,16 @@ class _WhoIsMissing:
             for sessions in self._history.sessions(_PORTION):
                 for one in sessions:
                     rank = rank_of(one.peer)
-                    if rank is not None and rank in wanted and (rank not in found or _tells_more(one, found[rank])):
+                    if (
+                        rank is not None
+                        and rank in wanted
+                        and (rank not in found or _is_more_telling(one, found[rank]))
+                    ):
                         found[rank] = one
                 yield
         for one in [*[found[rank] for rank in sorted(found)], *self._others][:_ELSEWHERE]:
             since = None if one.heard_at == NEVER else _age(self._history, one.heard_at)
-            self.elsewhere.append(Elsewhere(who_is(one), _does(one, self._tells), since))
+            self.elsewhere.append(Elsewhere(process_of(one), _describe_activity(one, self._shows_keys), since))
 
     def _process(self, session: ServerSession) -> tuple[object, ...]:
         """Return what distinguishes processes, as far as known."""
@@ -452,13 +456,13 @@ def _world_size(session: ServerSession) -> int:
     return parse_digits(session.peer.get("world_size")) or 0
 
 
-def who_is(session: Peer) -> Who:
+def process_of(session: Peer) -> Who:
     """Describe a session's process."""
     pid = session.pid
     return Who(session.peer.get("host") or session.host, rank_of(session.peer), None if pid < 0 else pid)
 
 
-def _tells_more(one: ServerSession, other: ServerSession) -> bool:
+def _is_more_telling(one: ServerSession, other: ServerSession) -> bool:
     """Return whether a session tells more about its rank than another: it waits longer, or was heard later."""
     waits, waited = _waits(one), _waits(other)
     if waits != waited:
@@ -470,15 +474,15 @@ def _waits(session: ServerSession) -> bool:
     return session.heard_at != NEVER and session.state != IDLE
 
 
-def _does(session: ServerSession, tells: bool) -> str:
-    """Describe what a session does; name keys only if `tells`."""
+def _describe_activity(session: ServerSession, shows_keys: bool) -> str:
+    """Describe what a session does; name keys only if `shows_keys`."""
     if session.heard_at == NEVER:
         return "has left"
     if session.state == IDLE and session.slot.command.name == _MISSING:
         return "has just timed out"
     if session.state == IDLE:
         return f"has sent nothing since {session.slot.command.name}"
-    if not tells:
+    if not shows_keys:
         return "is waiting"
     kind = AWAITED[session.state] if session.barrier is None else "barrier"
     awaited = awaited_keys(session)

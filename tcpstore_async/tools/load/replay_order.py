@@ -67,11 +67,11 @@ def put_in_order(recording: Recording) -> None:
     order = _Order(recording)
     for row, is_effect, _, _, step in events:
         if not is_effect:
-            order.begins_to_wait(step, row)
+            order.on_wait_begin(step, row)
         elif step.command.method in _WAITS:
-            order.has_waited(step)
+            order.on_wait_end(step)
         else:
-            order.takes_effect(step, row)
+            order.on_effect(step, row)
 
 
 def _keep_each_connections_order(recording: Recording, places: dict[int, int]) -> None:
@@ -100,19 +100,19 @@ class _Order:
         self._names = any(step.command.method in _NAMES_ALL for step in recording.steps)
         """Whether any step counts or lists the keys."""
 
-    def begins_to_wait(self, step: Step, row: int) -> None:
+    def on_wait_begin(self, step: Step, row: int) -> None:
         """Note that a request that may wait is sent; for a barrier, the arrival is a write at this moment."""
         connection = step.connection.number
         for number in step.keys:
             key = self._key(number)
             if step.command.method == "barrier":
-                self._arrives(step, key, row)
+                self._on_arrival(step, key, row)
             elif connection not in key.seen and (
                 key.removed or (step.command.method == "fetch" and not key.first_write)
             ):
-                self._after(step, key.writers, row)
+                self._wait_for(step, key.writers, row)
 
-    def has_waited(self, step: Step) -> None:
+    def on_wait_end(self, step: Step) -> None:
         """Note that a request that may wait was answered: its connection has seen the creation of the key."""
         for number in step.keys:
             key = self._key(number)
@@ -121,16 +121,16 @@ class _Order:
             if step.command.method != "barrier" and (key.exists or not _is_woken(step)):
                 key.readers[step.connection.number] = step  # otherwise the write that woke it comes later
 
-    def takes_effect(self, step: Step, row: int) -> None:
+    def on_effect(self, step: Step, row: int) -> None:
         method = step.command.method
         if method in _NAMES_ALL:
-            self._reads(step, self._key(_ALL), row)
+            self._on_read(step, self._key(_ALL), row)
         elif not step.command.flags & MUTATES:
             for number in step.keys:
-                self._reads(step, self._key(number), row)
+                self._on_read(step, self._key(number), row)
         else:
             for number in step.keys:
-                self._writes(step, number, row)
+                self._on_write(step, number, row)
 
     def _key(self, number: int) -> _Key:
         key = self._keys.get(number)
@@ -138,25 +138,25 @@ class _Order:
             key = self._keys[number] = _Key()
         return key
 
-    def _reads(self, step: Step, key: _Key, row: int) -> None:
+    def _on_read(self, step: Step, key: _Key, row: int) -> None:
         connection = step.connection.number
         if connection not in key.seen:
-            self._after(step, key.writers, row)
+            self._wait_for(step, key.writers, row)
             key.seen.add(connection)
         key.readers[connection] = step
 
-    def _writes(self, step: Step, number: int, row: int) -> None:
+    def _on_write(self, step: Step, number: int, row: int) -> None:
         key = self._key(number)
         connection = step.connection.number
         removes = step.command.method in _REMOVES
         if connection not in key.seen:
-            self._after(step, key.writers, row)
-        self._after(step, key.readers.values(), row)
+            self._wait_for(step, key.writers, row)
+        self._wait_for(step, key.readers.values(), row)
         self._note_number(step, key)
         stores = not removes and self._stores(step)
         key.first_write = stores and not key.exists
         if key.first_write or removes:
-            self._names_change(step, row)
+            self._on_names_change(step, row)
         key.exists = stores or (key.exists and not removes)
         key.removed = removes
         key.barrier = False
@@ -179,32 +179,32 @@ class _Order:
         elif method == "compare_set" and step.reply is not None and not step.canceled:
             key.value = step.reply[0]
 
-    def _arrives(self, step: Step, key: _Key, row: int) -> None:
+    def _on_arrival(self, step: Step, key: _Key, row: int) -> None:
         """Note an arrival at a barrier; the order of arrivals does not matter."""
         before = [*key.readers.values()] if key.barrier else [*key.writers, *key.readers.values()]
-        self._joins_writers(step, key, before, row)
+        self._add_writer(step, key, before, row)
         if not key.exists:
-            self._names_change(step, row)
+            self._on_names_change(step, row)
         key.first_write = key.exists = key.barrier = True
         key.removed = False
 
-    def _names_change(self, step: Step, row: int) -> None:
+    def _on_names_change(self, step: Step, row: int) -> None:
         """Note that a key appears or disappears; the order of these changes does not matter."""
         if self._names:
             names = self._key(_ALL)
-            self._joins_writers(step, names, [*names.readers.values()], row)
+            self._add_writer(step, names, [*names.readers.values()], row)
 
-    def _joins_writers(self, step: Step, key: _Key, before: list[Step], row: int) -> None:
+    def _add_writer(self, step: Step, key: _Key, before: list[Step], row: int) -> None:
         """Add a write whose order among the last ones does not matter; `before` are steps since the previous ones."""
         if before:
             key.before = before
             key.writers = []
             key.readers.clear()
-        self._after(step, key.before, row)
+        self._wait_for(step, key.before, row)
         key.writers.append(step)
         key.seen = set()
 
-    def _after(self, step: Step, others: Any, row: int) -> None:
+    def _wait_for(self, step: Step, others: Any, row: int) -> None:
         """Make the step wait for others whose effect is known to precede this row."""
         for other in others:
             if other.connection is step.connection or not 0 <= other.end <= row:

@@ -18,7 +18,7 @@ from ...cli.context import ClientContext, client_command, looking_command
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import ask
 from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
-from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, does, find_missing
+from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.ranks import Ranks, number_ranges
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
@@ -186,7 +186,7 @@ def _session(session: Session, facts: Facts, ranks: Ranks) -> dict[str, Any]:
         "command": session.command,
         "waits_for": [caller_key(key) for key in keys],
         "since": session.idle,
-        "does": does(session, facts.groups),
+        "does": describe_activity(session, facts.groups),
         "address": session.host,
         "known_by": "" if rank is None else rank.source,
         "store": session.store or "",

@@ -113,12 +113,12 @@ class HttpServer(ThreadingHTTPServer):
                 oldest.shutdown(socket.SHUT_RDWR)
         return self._free.acquire(timeout=_CLOSE_SECONDS)
 
-    def expect(self, connection: socket.socket) -> None:
+    def await_request(self, connection: socket.socket) -> None:
         """Note that a connection must send a request."""
         with self._awaiting_lock:
             self._awaiting[connection] = None
 
-    def expect_no_more(self, connection: socket.socket) -> None:
+    def request_arrived(self, connection: socket.socket) -> None:
         """Note that a connection has sent its request, or has ended."""
         with self._awaiting_lock:
             self._awaiting.pop(connection, None)
@@ -132,7 +132,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; its descriptor may be reused from now on."""
-        self.expect_no_more(request)
+        self.request_arrived(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self._input.begin()
-        self.server.expect(self.connection)
+        self.server.await_request(self.connection)
         super().handle_one_request()
 
     def version_string(self) -> str:
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self._answer())
 
     def _answer(self) -> Answer | Lines:
-        self.server.expect_no_more(self.connection)
+        self.server.request_arrived(self.connection)
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read
             return Answer(400, TEXT, b"requests with a body are not accepted\n")

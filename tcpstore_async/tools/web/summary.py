@@ -14,7 +14,7 @@ import msgspec
 
 from ...base.keys import caller_key
 from ...diagnosis.facts import Facts
-from ...diagnosis.missing import Missing, Pending, awaited, does, find_missing
+from ...diagnosis.missing import Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.ranks import Ranks, number_ranges
 
@@ -99,7 +99,9 @@ class Summary:
             return None
         session = rank.main_session()
         port, idle = (0, 0.0) if session is None else (session.port, session.idle)
-        return Detail(clip(rank.host), port, rank.pid, clip(does(session, self._groups)), idle, rank.source)
+        return Detail(
+            clip(rank.host), port, rank.pid, clip(describe_activity(session, self._groups)), idle, rank.source
+        )
 
 
 def _size(ranks: Ranks) -> int:
