@@ -6,6 +6,7 @@ bytes, nor the time.
 Invariant: a command that is not refused touches no key outside of the store and the prefix.
 """
 
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..base.errors import counted
@@ -23,54 +24,37 @@ _SHOWN: Final = 128
 """Characters of a key shown in a refusal."""
 
 
+@dataclass(unsafe_hash=True)
 class Access:
     """What one token allows. Two are equal if they come from the same token and allow the same."""
 
-    def __init__(
-        self,
-        identity: str,
-        rights: str = "write",
-        prefix: str = "",
-        store: str = "",
-        expires: int = 0,
-        signer: str = "",
-        max_keys: int = 0,
-        max_bytes: int = 0,
-        max_sessions: int = 0,
-    ) -> None:
+    identity: str
+    """The id of the token, for logs and revocation; not secret."""
+    rights: str = "write"
+    prefix: str = ""
+    """Prefix of the allowed keys, in the caller's form."""
+    store: str = ""
+    """The name of the only store it gives access to; empty for all stores."""
+    expires: int = 0
+    """Expiry in seconds since 1970; 0 for never."""
+    signer: str = ""
+    """The id of the key that signed the token."""
+    max_keys: int = 0
+    """Maximum number of keys and queues created; 0 for no limit, as for the other limits."""
+    max_bytes: int = 0
+    """Maximum bytes stored, overheads included."""
+    max_sessions: int = 0
+    """Maximum number of simultaneous connections and sessions on links."""
+    _level: int = field(init=False, repr=False, compare=False)
+    _scope: bytes = field(init=False, repr=False, compare=False)
+    """Prefix of the allowed keys, in stored form."""
+
+    def __post_init__(self) -> None:
         """Raise ValueError for unknown rights."""
-        if rights not in RIGHTS:
-            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {rights!r}")
-        self.identity = identity
-        """The id of the token, for logs and revocation; not secret."""
-        self.rights = rights
-        self.prefix = prefix
-        """Prefix of the allowed keys, in the caller's form."""
-        self.store = store
-        """The name of the only store it gives access to; empty for all stores."""
-        self.expires = expires
-        """Expiry in seconds since 1970; 0 for never."""
-        self.signer = signer
-        """The id of the key that signed the token."""
-        self.max_keys = max_keys
-        """Maximum number of keys and queues created; 0 for no limit, as for the other limits."""
-        self.max_bytes = max_bytes
-        """Maximum bytes stored, overheads included."""
-        self.max_sessions = max_sessions
-        """Maximum number of simultaneous connections and sessions on links."""
-        self._level: int = RIGHTS[rights]
-        self._scope = b"/" + prefix.encode(errors="replace") if prefix else b""
-        """Prefix of the allowed keys, in stored form."""
-
-    def _all(self) -> tuple[object, ...]:
-        limits = (self.max_keys, self.max_bytes, self.max_sessions)
-        return self.identity, self.rights, self.prefix, self.store, self.expires, self.signer, *limits
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Access) and self._all() == other._all()
-
-    def __hash__(self) -> int:
-        return hash(self._all())
+        if self.rights not in RIGHTS:
+            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {self.rights!r}")
+        self._level = RIGHTS[self.rights]
+        self._scope = b"/" + self.prefix.encode(errors="replace") if self.prefix else b""
 
     def __str__(self) -> str:
         said = [f"rights {self.rights}"]

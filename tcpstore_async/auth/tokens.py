@@ -17,6 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -132,20 +133,19 @@ class SharedTokens:
         return Access(_SHARED) if any(known) else "it is not the token of the process that hosts this server"
 
 
+@dataclass(unsafe_hash=True)
 class HostTokens:
     """What a master's server checks tokens against: the keys in a file or, without one, given tokens."""
 
-    def __init__(self, keys: str, tokens: frozenset[bytes], require_auth: str) -> None:
-        """`keys` is the absolute path of the file, or empty; `require_auth` is that of `serving.serve`."""
-        self.keys = keys
-        self.tokens = frozenset() if keys else tokens
-        self.require_auth = require_auth
+    keys: str
+    """The absolute path of the file, or empty."""
+    tokens: frozenset[bytes]
+    require_auth: str
+    """As for `serving.serve`."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HostTokens) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.keys, self.tokens, self.require_auth))
+    def __post_init__(self) -> None:
+        if self.keys:  # which decide alone
+            self.tokens = frozenset()
 
     def checker(self) -> "TokenFiles | SharedTokens":
         """Return the object that checks tokens. Raises OSError and ValueError."""

@@ -7,6 +7,7 @@ know what the methods do.
 `docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
 
+from dataclasses import dataclass, field
 from typing import Final
 
 from .codecs import (
@@ -79,33 +80,28 @@ INTERNAL: Final = 256
 """Sent by clients of their own accord: no method of a store is named after it."""
 
 
+@dataclass(eq=False)
 class Command:
     """One row of the table."""
 
-    def __init__(
-        self,
-        opcode: int,
-        name: str,
-        request: RequestCodec,
-        reply: ReplyCodec,
-        method: str,
-        flags: int,
-        doc: str,
-        since: int = 0,
-    ) -> None:
-        self.opcode = opcode
-        self.prefix = bytes([opcode])
-        """The first byte of its requests."""
-        self.name = name
-        self.request = request
-        self.reply = reply
-        self.method = method
-        """The name of the method that executes it, and of the stores' methods unless it is INTERNAL."""
-        self.flags = flags | MUTATES if flags & STORES else flags
-        self.since = since
-        """Version of the extension that added it; 0 for PyTorch's commands, which every server has."""
-        self.doc = doc
-        """What it does, in Markdown, for `docs/wire.md`."""
+    opcode: int
+    name: str
+    request: RequestCodec
+    reply: ReplyCodec
+    method: str
+    """The name of the method that executes it, and of the stores' methods unless it is INTERNAL."""
+    flags: int
+    doc: str
+    """What it does, in Markdown, for `docs/wire.md`."""
+    since: int = 0
+    """Version of the extension that added it; 0 for PyTorch's commands, which every server has."""
+    prefix: bytes = field(init=False)
+    """The first byte of its requests."""
+
+    def __post_init__(self) -> None:
+        self.prefix = bytes([self.opcode])
+        if self.flags & STORES:
+            self.flags |= MUTATES
 
 
 COMMANDS: Final = (

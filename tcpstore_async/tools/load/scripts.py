@@ -6,7 +6,7 @@ sizes of their replies; must not know sockets or measurements.
 
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...session.client import ClientSession
 from ...wire.commands import BY_METHOD
@@ -68,13 +68,12 @@ def confirmed(request: bytes) -> Step:
     return make_step(request + encode_request("ping", NONCE), 4, PONG)
 
 
-class Operation:
+class Operation(NamedTuple):
     """One kind of request, with the steps that prepare and delete its keys."""
 
-    def __init__(self, before: list[Step], request: Step, after: list[Step]) -> None:
-        self.before = before
-        self.request = request
-        self.after = after
+    before: list[Step]
+    request: Step
+    after: list[Step]
 
 
 class Keys:

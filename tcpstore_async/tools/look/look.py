@@ -335,7 +335,6 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
     Tokens are never shown, and values only with --values. The server does not wait for this command: entries that
     arrive faster than they are read are dropped, and the number dropped is shown.
     """
-    names = _RankNames()
 
     def follow(path: Where, timeout: float | None) -> None:
         shown = dropped = 0
@@ -344,7 +343,7 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
             samples = portion.samples if count is None else portion.samples[: count - shown]
             shown += len(samples)
             for sample in samples:
-                sample.rank = names.rank(sample)
+                sample.rank = _rank_of(sample)
             lost = portion.dropped - dropped
             dropped = portion.dropped
             if context.output == "json":
@@ -364,24 +363,19 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
     query(context, admin, follow)
 
 
-class _RankNames:
-    """Ranks of processes on this machine, from their environments."""
+_is_local: Final = functools.cache(is_local)
 
-    def __init__(self) -> None:
-        self._local: dict[str, bool] = {}
-        self._known: dict[int, str | None] = {}
 
-    def rank(self, sample: Sample) -> str | None:
-        """Return the rank that sent a command, if known."""
-        if sample.rank is not None or sample.pid is None:
-            return sample.rank
-        if sample.host not in self._local:
-            self._local[sample.host] = is_local(sample.host)
-        if not self._local[sample.host]:
-            return None
-        if sample.pid not in self._known:
-            self._known[sample.pid] = read_environment(sample.pid).get("RANK")
-        return self._known[sample.pid]
+@functools.cache
+def _rank_in_environment(pid: int) -> str | None:
+    return read_environment(pid).get("RANK")
+
+
+def _rank_of(sample: Sample) -> str | None:
+    """Return the rank that sent a command, if known: from its client, or from the environment of a local process."""
+    if sample.rank is not None or sample.pid is None or not _is_local(sample.host):
+        return sample.rank
+    return _rank_in_environment(sample.pid)
 
 
 def _as_object(sample: Sample) -> dict[str, Any]:
