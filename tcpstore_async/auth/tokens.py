@@ -133,7 +133,7 @@ class SharedTokens:
         return Access(_SHARED) if any(known) else "it is not the token of the process that hosts this server"
 
 
-@dataclass(unsafe_hash=True)
+@dataclass(unsafe_hash=True, repr=False)  # a representation would contain the tokens
 class HostTokens:
     """What a master's server checks tokens against: the keys in a file or, without one, given tokens."""
 

@@ -51,7 +51,7 @@ _LETTERS: Final = 50
 _NUMERALS: Final = "0123456789"
 _DIGITS: Final = re.compile(r"[0-9]+")
 _MOST_DIGITS: Final = 9
-"""Digits above which a number identifies no rank or step, and has no family."""
+"""Most digits of a number that identifies a rank or step."""
 
 
 class Family(NamedTuple):
