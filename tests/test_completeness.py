@@ -32,7 +32,18 @@ from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
 from tcpstore_async.session.store import Store as ServedStore
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
-from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, EXTENSION, MAGIC, Command, Flag
+from tcpstore_async.wire.commands import (
+    BY_METHOD,
+    BY_OPCODE,
+    COMMANDS,
+    EXTENSION,
+    HANDSHAKE,
+    INTERNAL,
+    MAGIC,
+    MUTATES,
+    PARKS,
+    Command,
+)
 
 ROOT = Path(__file__).parent.parent
 CLIENT = [
@@ -70,16 +81,16 @@ def test_a_command_has_its_method(command: Command) -> None:
     """Else a server closes the connection, as for an opcode that there is not."""
     store = ServedStore(Limits())
     attach_features(store, "one", "uv")
-    served = store.first if command.handshake else store.slot(command.opcode)
+    served = store.first if command.flags & HANDSHAKE else store.slot(command.opcode)
     assert served is not None, f"nothing executes {command.name}: neither a session, nor a keyspace, nor a feature"
 
 
 @commands
 def test_a_command_has_a_client_method(command: Command) -> None:
-    if command.flags & Flag.INTERNAL:
+    if command.flags & INTERNAL:
         sent = "|".join(re.escape(f"BY_METHOD[{quote}{command.method}{quote}]") for quote in "\"'")
         assert command.method == "ping" or any(re.search(sent, path.read_text()) for path in CLIENT), (
-            f"no client sends {command.name}; without Flag.INTERNAL, the stores need methods"
+            f"no client sends {command.name}; without INTERNAL, the stores need methods"
         )
         return
     missing = list(_methods_missing(command))
@@ -105,7 +116,7 @@ def test_missing_methods_are_named() -> None:
     assert [text.partition(" to ")[2] for text in _methods_missing(BY_METHOD["wait_count"])] == [
         "stores/base.py", "stores/tcp.py", "stores/prefix.py", "client/aio.py"
     ]  # fmt: skip
-    unknown = Command(0xFF, "UNKNOWN", codecs.KEY, codecs.WAKE, "unknown", Flag.PARKS, "")
+    unknown = Command(0xFF, "UNKNOWN", codecs.KEY, codecs.WAKE, "unknown", PARKS, "")
     assert "client/requests.py" in next(_methods_missing(unknown))
 
 
@@ -173,7 +184,7 @@ async def _not_gated(
 
 async def test_methods_of_the_extension_are_gated() -> None:
     """A server that does not know the command closes the connection, and with it the store."""
-    methods = [command.method for command in COMMANDS if command.since and not command.flags & Flag.INTERNAL]
+    methods = [command.method for command in COMMANDS if command.since and not command.flags & INTERNAL]
     found = [where for method in methods if hasattr(TCPStore, method) for where in await _not_gated(method)]
     assert not found, f"check capabilities.EXTENSION before the request is sent: {found}"
 
@@ -187,7 +198,9 @@ async def test_that_a_method_is_not_gated_is_noticed() -> None:
 def test_who_wrote_a_value_is_noted(command: Command) -> None:
     """Of every command that changes what is stored under a key, but those that are known to change no value."""
     noted = History(ServedStore(Limits())).recorded(command.method, len) is not len
-    assert noted == (command.mutates and command.method not in _NO_VALUES) or command.method == "cancel_wait"
+    assert (
+        noted == bool(command.flags & MUTATES and command.method not in _NO_VALUES) or command.method == "cancel_wait"
+    )
 
 
 @commands

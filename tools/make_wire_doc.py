@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tcpstore_async.base.limits import KIB, MIB, Limits
 from tcpstore_async.keyspace.agents import MOST_NAMED, MOST_REMEMBERED
-from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, SERVER_KEY, Command, Flag
+from tcpstore_async.wire import commands
+from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, SERVER_KEY, Command
 
 TARGET = Path(__file__).parent.parent / "docs" / "wire.md"
 
@@ -38,15 +39,14 @@ anything.
 """
 
 FLAGS = {
-    Flag.MUTATES: "may change what is stored",
-    Flag.PARKS: "parks or releases the connection as a waiter",
-    Flag.SESSION: "concerns only the connection",
-    Flag.HANDSHAKE: "must be the first command, and only the first",
-    Flag.HOLDS: "makes the connection hold or release something",
-    Flag.EXTENSION: "is sent only to servers known to support it",
-    Flag.STORES: "may make the store hold more",
-    Flag.WHOLE: "concerns all keys of the store",
-    Flag.FIRST: "is allowed before authentication; with a key, only that of the server's identity",
+    commands.MUTATES: "may change what is stored",
+    commands.PARKS: "parks or releases the connection as a waiter",
+    commands.SESSION: "concerns only the connection",
+    commands.HANDSHAKE: "must be the first command, and only the first",
+    commands.HOLDS: "makes the connection hold or release something",
+    commands.STORES: "may make the store hold more",
+    commands.WHOLE: "concerns all keys of the store",
+    commands.FIRST: "is allowed before authentication; with a key, only that of the server's identity",
 }
 
 
@@ -242,17 +242,16 @@ def _row(command: Command) -> str:
 
 
 def _flags() -> str:
-    lines = []
-    for flag, text in FLAGS.items():
-        names = [command.name for command in COMMANDS if command.flags & flag]
-        lines.append(f"* {text}: {', '.join(names)}\n")
+    having = {text: [command.name for command in COMMANDS if command.flags & flag] for flag, text in FLAGS.items()}
+    having["is sent only to servers known to support it"] = [command.name for command in COMMANDS if command.since]
+    lines = [f"* {text}: {', '.join(names)}\n" for text, names in having.items()]
     return "\n## Properties of commands\n\n" + "".join(lines)
 
 
 def render() -> str:
     """The whole page."""
-    stock = "".join(_row(command) for command in COMMANDS if not command.flags & Flag.EXTENSION)
-    ours = "".join(_row(command) for command in COMMANDS if command.flags & Flag.EXTENSION)
+    stock = "".join(_row(command) for command in COMMANDS if not command.since)
+    ours = "".join(_row(command) for command in COMMANDS if command.since)
     head = "| opcode | name | request | reply | meaning |\n|---|---|---|---|---|\n"
     versions = ", ".join(f"{last} in version {version}" for version, last in LAST_OPCODES.items())
     return HEAD + head + stock + EXTENSION % (ours, versions) + _flags() + _tail()

@@ -1,1 +1,1 @@
-"""Who may do what: tokens, what they allow, and the files that hold secrets."""
+"""Authorization: tokens, what they allow, and files with secrets."""

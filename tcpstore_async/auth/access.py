@@ -1,76 +1,60 @@
 """What the holder of a token may do: which keys, and what with them.
 
-Servers and clients decide here, from the same rows of the command table. This module must not know tokens, their
-signatures or their bytes, nor what time it is.
+Servers and clients decide here, from the same rows of the command table. Must not know tokens, their signatures or
+bytes, nor the time.
 
 Invariant: a command that is not refused touches no key outside of the store and the prefix.
 """
 
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..base.errors import counted
 from ..wire.codecs import Fields
-from ..wire.commands import SERVER_KEY, Command
+from ..wire.commands import MUTATES, SERVER_KEY, WHOLE, Command
 
 READ: Final = 1
 WRITE: Final = 2
 ADMIN: Final = 3
 
 RIGHTS: Final = {"read": READ, "write": WRITE, "admin": ADMIN}
-"""By name. Each includes the ones before it."""
+"""Levels of access by name; each includes the previous ones."""
 
 _SHOWN: Final = 128
-"""Characters of a key that a refusal shows."""
+"""Characters of a key shown in a refusal."""
 
 
+@dataclass(unsafe_hash=True)
 class Access:
-    """What one token allows. Equal ones allow the same, by the same token."""
+    """What one token allows. Two are equal if they come from the same token and allow the same."""
 
-    def __init__(
-        self,
-        identity: str,
-        rights: str = "write",
-        prefix: str = "",
-        store: str = "",
-        expires: int = 0,
-        signer: str = "",
-        max_keys: int = 0,
-        max_bytes: int = 0,
-        max_sessions: int = 0,
-    ) -> None:
-        """Raises ValueError for unknown rights."""
-        if rights not in RIGHTS:
-            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {rights!r}")
-        self.identity = identity
-        """Of the token, for logs and revocation; no secret."""
-        self.rights = rights
-        self.prefix = prefix
-        """The keys, as callers know them, begin with this."""
-        self.store = store
-        """The name of the only store that it opens; empty if it opens all of the server's."""
-        self.expires = expires
-        """In seconds since 1970; 0 for never."""
-        self.signer = signer
-        """The id of the key that signed the token."""
-        self.max_keys = max_keys
-        """How many keys and queues may be created; 0 for any number, as in the other limits."""
-        self.max_bytes = max_bytes
-        """How many bytes may be stored, overheads included."""
-        self.max_sessions = max_sessions
-        """How many connections, and sessions on links, there may be at a time."""
-        self._level: int = RIGHTS[rights]
-        self._scope = b"/" + prefix.encode(errors="replace") if prefix else b""
-        """Stored keys begin with this."""
+    identity: str
+    """The id of the token, for logs and revocation; not secret."""
+    rights: str = "write"
+    prefix: str = ""
+    """Prefix of the allowed keys, in the caller's form."""
+    store: str = ""
+    """The name of the only store it gives access to; empty for all stores."""
+    expires: int = 0
+    """Expiry in seconds since 1970; 0 for never."""
+    signer: str = ""
+    """The id of the key that signed the token."""
+    max_keys: int = 0
+    """Maximum number of keys and queues created; 0 for no limit, as for the other limits."""
+    max_bytes: int = 0
+    """Maximum bytes stored, overheads included."""
+    max_sessions: int = 0
+    """Maximum number of simultaneous connections and sessions on links."""
+    _level: int = field(init=False, repr=False, compare=False)
+    _scope: bytes = field(init=False, repr=False, compare=False)
+    """Prefix of the allowed keys, in stored form."""
 
-    def _all(self) -> tuple[object, ...]:
-        limits = (self.max_keys, self.max_bytes, self.max_sessions)
-        return (self.identity, self.rights, self.prefix, self.store, self.expires, self.signer, *limits)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Access) and self._all() == other._all()
-
-    def __hash__(self) -> int:
-        return hash(self._all())
+    def __post_init__(self) -> None:
+        """Raise ValueError for unknown rights."""
+        if self.rights not in RIGHTS:
+            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {self.rights!r}")
+        self._level = RIGHTS[self.rights]
+        self._scope = b"/" + self.prefix.encode(errors="replace") if self.prefix else b""
 
     def __str__(self) -> str:
         said = [f"rights {self.rights}"]
@@ -82,7 +66,7 @@ class Access:
         return f"token {self.identity} ({', '.join(said)}), signed by {self.signer}"
 
     def limited(self) -> bool:
-        """Return whether what it stores, and its sessions, have to be counted."""
+        """Return whether what its holders store, and their sessions, must be counted."""
         return self.max_keys > 0 or self.max_bytes > 0 or self.max_sessions > 0
 
     def may_write(self) -> bool:
@@ -91,33 +75,34 @@ class Access:
     def refusal(self, command: Command, fields: Fields, store: str | None = None) -> str:
         """Return why a command with these fields is not allowed in this store; empty if it is.
 
-        A command that names no key concerns what its connection has been given before, and is allowed.
+        A command that names no key concerns what its connection was granted before, and is allowed.
         """
-        if not command.request.names_keys and not command.whole:
+        if not command.request.names_keys and not command.flags & WHOLE:
             return ""
         if self.store and self.store != store:
             foreign = [key for key in command.request.keys(fields) if key != SERVER_KEY]
-            if foreign or command.whole:
+            if foreign or command.flags & WHOLE:
                 here = "the unnamed store" if store is None else f"the store {store!r}"
                 return f"{command.name} in {here}; token {self.identity} is only for the store {self.store!r}"
-        if command.mutates and self._level < WRITE:
+        if command.flags & MUTATES and self._level < WRITE:
             return f"{command.name} requires write access; token {self.identity} grants only read access"
         scope = self._scope
         if not scope:
             return ""
-        if command.whole:
+        if command.flags & WHOLE:
             return f"{command.name} covers the whole store; {self._granted_keys()}"
         for key in command.request.keys(fields):
-            if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
+            # Every client may read the server's identity, whatever its prefix.
+            if not key.startswith(scope) and (command.flags & MUTATES or key != SERVER_KEY):
                 return f"{command.name} of {show(key)}; {self._granted_keys()}"
         return ""
 
     def covers(self, key: bytes) -> bool:
-        """Return whether this stored key is one that the token is for."""
+        """Return whether a stored key has the token's prefix."""
         return key.startswith(self._scope)
 
     def whole(self) -> bool:
-        """Return whether the token is for all keys."""
+        """Return whether the token is not restricted to a prefix."""
         return not self._scope
 
     def _granted_keys(self) -> str:
@@ -125,6 +110,6 @@ class Access:
 
 
 def show(key: bytes) -> str:
-    """Return a stored key as its caller knows it, so that it cannot break a line."""
+    """Return the caller's form of a key, quoted so that it cannot break a line."""
     text = key[: _SHOWN + 1].decode(errors="replace")
     return repr(text.removeprefix("/")[:_SHOWN])

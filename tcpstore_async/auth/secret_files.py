@@ -1,6 +1,6 @@
-"""Reading files that hold secrets: tokens, their keys, and the keys of certificates.
+"""Reads files that hold secrets: tokens, keys that sign tokens, private keys of certificates.
 
-It must not know what the secrets are for. Invariant: nothing of a file's contents is in an error or in the log.
+Must not know what the secrets are for. Invariant: no part of a file's contents is in an error or in the log.
 """
 
 import logging
@@ -8,7 +8,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
-from ..base.errors import DistNetworkError
+from ..base.errors import DistNetworkError, reason_of
 
 if TYPE_CHECKING:
     import ssl
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("tcpstore_async")
 
 TOKEN: Final = "TCPSTORE_TOKEN"
+"""Environment variable with a client's token."""
+
 TOKEN_FILE: Final = "TCPSTORE_TOKEN_FILE"
-"""Environment variables: a client's token, and a file that holds one."""
+"""Environment variable that names a file with the token."""
 
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
@@ -25,18 +27,18 @@ _MOST_BYTES: Final = 1 << 20
 
 
 class TlsFiles(NamedTuple):
-    """The files of one end of TLS, in PEM format, the key unencrypted; an empty name stands for none."""
+    """The files of one end of TLS, in PEM format, the key unencrypted; empty for none."""
 
     ca: str = ""
-    """CAs that are trusted. None: for a client the system's; a server asks no peer for a certificate."""
+    """Trusted CAs. Without them, a client trusts the system's, and a server asks no peer for a certificate."""
     cert: str = ""
     key: str = ""
 
 
 def read_secret(path: str | os.PathLike[str], what: str) -> str:
-    """Return the text of a file; `what` names it in errors. Warns if others than its owner may use it.
+    """Return the text of a file, which errors call `what`; warn if users other than its owner may access it.
 
-    Raises OSError, and ValueError for what is no text.
+    Raises OSError, and ValueError if it is too long or not UTF-8.
     """
     with open(path, "rb") as file:
         data = file.read(_MOST_BYTES + 1)
@@ -50,9 +52,9 @@ def read_secret(path: str | os.PathLike[str], what: str) -> str:
 
 
 def load_certificates(context: "ssl.SSLContext", files: TlsFiles) -> None:
-    """Load a certificate and its key, and trusted CAs, if they are given.
+    """Load a certificate with its key, and trusted CAs, if given. Raises DistNetworkError.
 
-    Warns if others than its owner may use the key. Raises DistNetworkError.
+    Warns if users other than its owner may access the key.
     """
     import ssl  # most commands use no certificates
 
@@ -72,8 +74,7 @@ def load_certificates(context: "ssl.SSLContext", files: TlsFiles) -> None:
         with_key = f" (key {key})" if path == cert else ""
         raise DistNetworkError(f"cannot load the certificate {path}{with_key}: {reason}") from None
     except (OSError, ValueError) as error:
-        text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DistNetworkError(f"cannot load {path}: {text}") from None
+        raise DistNetworkError(f"cannot load {path}: {reason_of(error)}") from None
 
 
 def _warn_if_open(file: BinaryIO, name: str) -> None:
@@ -83,4 +84,5 @@ def _warn_if_open(file: BinaryIO, name: str) -> None:
 
 
 def _no_password() -> str:
+    """Refuse an encrypted key, for which OpenSSL would prompt."""
     raise ValueError("its key is encrypted; store the key without a passphrase, readable by its owner only")

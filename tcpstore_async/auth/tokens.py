@@ -1,11 +1,11 @@
-"""Creating and checking tokens.
+"""Creates and checks tokens.
 
 A token is the text `tcps1.KEY.CLAIMS.MAC`: the version of this format, the id of the key that signed it, what it allows
-(JSON) and the HMAC-SHA-256 of everything before the last point, the last two in base64url without padding. This module
-must not know connections or commands.
+(JSON) and the HMAC-SHA-256 of everything before the last dot, the last two in base64url without padding. Must not know
+connections or commands.
 
-Invariants: no error and no log line contains a token or a secret. How long a check takes does not depend on whether the
-key is known, nor on where a token differs from a valid one: every token is compared with what every key would sign.
+Invariants: no error and no log line contains a token or a secret. How long a check takes depends neither on whether the
+key is known nor on where a token differs from a valid one: every token is compared with the signature of every key.
 """
 
 import base64
@@ -16,7 +16,9 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -29,21 +31,21 @@ from .secret_files import read_secret
 VERSION: Final = b"tcps1"
 
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_POINTS: Final = 3
+"""A valid id of a key or token."""
 
 _SHORT: Final = 16
-"""Bytes of a secret below which it can be guessed."""
+"""Bytes below which a secret can be guessed."""
 
 log = logging.getLogger("tcpstore_async")
 
 _SHARED: Final = "shared"
-"""Stands for the id of a token that is compared as it is."""
+"""Identity of all tokens that are compared whole, without being decoded."""
 
 _UNSIGNED: Final = "the token is not signed by one of this server's keys"
 
 
 class Claims(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a token says. A claim that is not known here must not be ignored: it may be a restriction."""
+    """The claims of a token. An unknown claim must not be ignored: it may be a restriction."""
 
     id: str
     rights: str
@@ -59,7 +61,7 @@ class TokenKeys:
     """The keys that sign tokens, and the tokens that are revoked."""
 
     def __init__(self, keys: list[tuple[str, bytes]], revoked: frozenset[str] = frozenset()) -> None:
-        """`keys` are ids and secrets; the first one signs. `revoked` are ids of tokens."""
+        """`keys` are pairs of id and secret, of which the first signs; `revoked` are ids of tokens."""
         self.keys = keys
         self.revoked = revoked
 
@@ -73,7 +75,7 @@ class TokenKeys:
         max_bytes: int = 0,
         max_sessions: int = 0,
     ) -> str:
-        """Return a new token, which expires after so many seconds, or never. Raises ValueError if it gets too long."""
+        """Return a new token that expires after `seconds`, or never. Raises ValueError if it would be too long."""
         signer, secret = self.keys[0]
         expires = 0 if seconds is None else int(time.time()) + seconds
         identity = secrets.token_hex(8)
@@ -85,22 +87,22 @@ class TokenKeys:
         return token.decode()
 
     def check(self, token: bytes, now: float) -> Access | str:
-        """Return what a token allows at a time, in seconds since 1970, or why it is refused."""
+        """Return what a token allows at `now`, in seconds since 1970, or why it is refused."""
         signed, _, mac = token.rpartition(b".")
         signer = ""
         for name, secret in self.keys:
             if hmac.compare_digest(_sign(secret, signed), mac):
-                signer = name
+                signer = name  # no break: the duration must not tell which key signed
         if not signer:
             return _UNSIGNED
         return self._read(token, signer, now)
 
     def _read(self, token: bytes, signer: str, now: float) -> Access | str:
-        """As `check`, of a token whose signature is valid."""
+        """Do the same for a token whose signature is valid."""
         parts = token.split(b".")
-        if len(parts) != _POINTS + 1 or parts[0] != VERSION:
+        if len(parts) != 4 or parts[0] != VERSION:
             return "this server does not support the token's version"
-        if parts[1] != signer.encode():
+        if parts[1] != signer.encode():  # the key was renamed, or shares its secret
             return _UNSIGNED
         try:
             said = msgspec.json.decode(base64.urlsafe_b64decode(parts[2] + b"=" * (-len(parts[2]) % 4)), type=Claims)
@@ -119,7 +121,7 @@ class TokenKeys:
 
 
 class SharedTokens:
-    """Accepts some tokens as they are, whatever they say: those that the owner of a server has itself."""
+    """Accepts the tokens of a server's owner, compared whole, whatever their claims."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
         self._digests = [hashlib.sha256(token).digest() for token in tokens]
@@ -131,33 +133,32 @@ class SharedTokens:
         return Access(_SHARED) if any(known) else "it is not the token of the process that hosts this server"
 
 
+@dataclass(unsafe_hash=True, repr=False)  # a representation would contain the tokens
 class HostTokens:
-    """What the server of a master checks tokens with: the keys in a file or, without one, some tokens themselves."""
+    """What a master's server checks tokens against: the keys in a file or, without one, given tokens."""
 
-    def __init__(self, keys: str, tokens: frozenset[bytes], require_auth: str) -> None:
-        """`keys` is the absolute path of the file, or empty. `require_auth` is as for `serving.serve`."""
-        self.keys = keys
-        self.tokens = frozenset() if keys else tokens
-        self.require_auth = require_auth
+    keys: str
+    """The absolute path of the file, or empty."""
+    tokens: frozenset[bytes]
+    require_auth: str
+    """As for `serving.serve`."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HostTokens) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.keys, self.tokens, self.require_auth))
+    def __post_init__(self) -> None:
+        if self.keys:  # which decide alone
+            self.tokens = frozenset()
 
     def checker(self) -> "TokenFiles | SharedTokens":
-        """Return what checks them. Raises OSError and ValueError."""
+        """Return the object that checks tokens. Raises OSError and ValueError."""
         return TokenFiles(self.keys) if self.keys else SharedTokens(self.tokens)
 
     def encode(self) -> bytes:
-        """Return one line for the process of the server, which nobody else must see."""
+        """Return a line for the server's process. It contains secrets."""
         tokens = sorted(token.decode() for token in self.tokens)
         return msgspec.json.encode((self.keys, tokens, self.require_auth)) + b"\n"
 
     @classmethod
     def decode(cls, line: bytes) -> "HostTokens":
-        """Return what was encoded. Raises ValueError."""
+        """Decode a line of `encode`. Raises ValueError."""
         keys, tokens, require_auth = msgspec.json.decode(line, type=tuple[str, list[str], str])
         return cls(keys, frozenset(token.encode() for token in tokens), require_auth)
 
@@ -171,15 +172,12 @@ def _sign(secret: bytes, signed: bytes) -> bytes:
 
 
 def parse_keys(text: str, where: str) -> list[tuple[str, bytes]]:
-    """Return the ids and secrets of a key file: `id:secret` lines, comments that start with `#`, and empty lines.
+    """Return the ids and secrets in a key file: `id:secret` lines, comments that start with `#`, and empty lines.
 
-    Raises ValueError, which names the line but not its contents; `where` names the file.
+    Raises ValueError, which names the file as `where`, and the line, but not its contents.
     """
     keys: dict[str, bytes] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
+    for number, line in _entries(text):
         name, _, secret = line.partition(":")
         if not _ID.fullmatch(name) or not secret:
             raise ValueError(
@@ -191,6 +189,13 @@ def parse_keys(text: str, where: str) -> list[tuple[str, bytes]]:
     if not keys:
         raise ValueError(f"{where}: no keys")
     return list(keys.items())
+
+
+def _entries(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file, stripped, with their numbers; without comments and empty lines."""
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            yield number, line
 
 
 def read_keys(path: str | os.PathLike[str], revoked: str | os.PathLike[str] | None = None) -> TokenKeys:
@@ -210,54 +215,44 @@ def read_keys(path: str | os.PathLike[str], revoked: str | os.PathLike[str] | No
 
 
 def _read_revoked(path: str | os.PathLike[str]) -> frozenset[str]:
-    """Return the ids of tokens in a file. Raises OSError, and ValueError for what revokes nothing, such as a token."""
+    """Return the ids of tokens in a file. Raises OSError, and ValueError for any other line, such as a token."""
     ids: set[str] = set()
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip().decode(errors="replace")
-            if not text or text.startswith("#"):
-                continue
-            if not _ID.fullmatch(text):
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: expected the id of a token, and nothing else on the line"
-                )
-            ids.add(text)
+    for number, line in _entries(Path(path).read_bytes().decode(errors="replace")):
+        if not _ID.fullmatch(line):
+            raise ValueError(
+                f"{os.fspath(path)}, line {number}: expected the id of a token, and nothing else on the line"
+            )
+        ids.add(line)
     return frozenset(ids)
 
 
 class TokenFiles:
-    """What a server checks tokens with, read from files and read again when they change."""
+    """What a server checks tokens against, read from files that may be reloaded."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        revoked: str | os.PathLike[str] | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """Raises OSError and ValueError."""
+    def __init__(self, path: str | os.PathLike[str], revoked: str | os.PathLike[str] | None = None) -> None:
+        """Read the files. Raises OSError and ValueError."""
         self._path = path
         self._revoked = revoked
-        self._clock = clock
         self._keys = read_keys(path, revoked)
 
     def authenticate(self, token: bytes) -> Access | str:
         """Return what a token allows, or why it is refused."""
-        return self._keys.check(token, self._clock())
+        return self._keys.check(token, time.time())
 
     def paths(self) -> list[str]:
-        """Return which files these are."""
+        """Return the paths of the files."""
         return [os.fspath(path) for path in (self._path, self._revoked) if path is not None]
 
     def describe(self) -> str:
-        """Return which keys there are, and how many tokens are revoked, for logs."""
+        """Return the ids of the keys and the number of revoked tokens, for logs."""
         keys = self._keys
         names = ", ".join(name for name, _ in keys.keys)
         return f"the token keys {names} and {counted(len(keys.revoked), 'revoked token')}"
 
     def reload(self) -> Callable[[Access], str]:
-        """Read the files again. Raises OSError and ValueError, and then goes on with what it had.
+        """Read the files again. Raises OSError and ValueError, and then keeps what it had.
 
-        Returns a function that says why a token that was accepted before would not be now, its expiry apart.
+        Returns a function that says why a token accepted before is not valid any more, other than by expiry.
         """
         before = dict(self._keys.keys)
         self._keys = read_keys(self._path, self._revoked)

@@ -1,1 +1,1 @@
-"""What everything rests on: errors, limits, addresses, deadlines, and how arguments are converted."""
+"""Foundations: errors, limits, addresses, deadlines, conversion of arguments."""

@@ -1,8 +1,8 @@
 """Conversion of arguments: text to bytes, timeouts to seconds, integers to 64 bits.
 
-It accepts the types that PyTorch's methods take and knows nothing of what they are for. Every error is a TypeError or
-ValueError that names the argument, except the one that PyTorch raises. Arguments are typed `object`, because compiled
-code would reject a wrong type with its own message.
+Accepts the types that PyTorch's methods take. Every error is a TypeError or ValueError that names the argument, except
+the one that PyTorch raises. Arguments are typed `object`, because compiled code would reject a wrong type with its own
+message.
 """
 
 import math
@@ -21,6 +21,8 @@ LONGEST: Final = 1e10
 """Maximum timeout in seconds, about 300 years."""
 
 _TWO_63: Final = 2**63
+
+_MOST_DIGITS: Final = 9
 
 
 def _plain(text: str) -> TypeError:
@@ -78,8 +80,8 @@ def to_int64(name: str, value: object) -> int:
 def to_seconds(name: str, timeout: object) -> float:
     """Convert a timeout to seconds, truncated to whole milliseconds as PyTorch's are.
 
-    A negative timeout, however small or large, means no timeout and stays negative. A timeout beyond `LONGEST` is cut
-    to that, so that it fits a timedelta. Raises ValueError for NaN and infinity.
+    Any negative timeout means no timeout and stays negative. A timeout beyond `LONGEST` is cut to that, so that it fits
+    a timedelta. Raises ValueError for NaN and infinity.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -95,7 +97,7 @@ def to_seconds(name: str, timeout: object) -> float:
 
 
 def call_seconds(timeout: object, default: float) -> float:
-    """Return the timeout of one call in seconds: `default`, its store's, unless it has one of its own."""
+    """Return the timeout of one call in seconds; `default`, the store's, if the call has none."""
     return default if timeout is None else to_seconds("timeout", timeout)
 
 
@@ -134,6 +136,11 @@ def to_port(name: str, value: object) -> int:
     if not 0 <= number <= 65535:
         raise TypeError(f"{name} must be from 0 to 65535, not {number}")
     return number
+
+
+def parse_digits(text: str | None) -> int | None:
+    """Return the number that a peer sent as one to nine decimal digits; None for any other text."""
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def to_world_size(name: str, value: object) -> int | None:

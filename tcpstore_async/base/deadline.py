@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 """Timeout of a store, as in PyTorch."""
 
 IDLE_SECONDS: Final = 5.0
-"""Seconds after which a further connection of a store is closed if it is not used."""
+"""Seconds after which an unused connection of a store, other than its first, is closed."""
 
 MIN_ROUND_TRIP: Final = 1.0
 """Seconds that one attempt, or one round trip, may take when the timeout is 0."""
@@ -26,16 +26,19 @@ _NEVER: Final = 20 * 24 * 3600.0
 """Seconds from which a timeout counts as none: system calls take at most 2**31 ms."""
 
 _FIRST_PAUSE: Final = 0.05
+"""Seconds before the second attempt."""
+
 _LONGEST_PAUSE: Final = 2.0
+"""Seconds between attempts after many failures."""
 
 
 def backoff(failures: int, first: float = _FIRST_PAUSE, longest: float = _LONGEST_PAUSE) -> float:
-    """Return the seconds to wait after so many failures in a row: `first`, doubled up to `longest`, varied by half."""
+    """Return the seconds to wait after some failures in a row: `first`, doubled up to `longest`, varied by half."""
     return random.uniform(0.5, 1.5) * min(longest, first * 2.0 ** min(failures - 1, 10))
 
 
 class Deadline:
-    """The end of a timeout in seconds; a negative timeout never ends."""
+    """When a timeout, in seconds, ends; a negative one never does."""
 
     def __init__(self, timeout: float, began: float | None = None) -> None:
         """Start now, or at `began` on the monotonic clock."""

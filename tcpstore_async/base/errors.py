@@ -16,27 +16,27 @@ class DistStoreError(DistError):
 class StoreTimeoutError(DistStoreError):
     """A store operation timed out. PyTorch raises a plain DistStoreError.
 
-    If a server of ours could say why, the text says so after PyTorch's words, and these attributes have it; otherwise
-    they are empty. Keys are as the caller knows them, decoded.
+    If one of our servers could say why, the text does after PyTorch's words, and so do these attributes, which are
+    otherwise empty. Keys are the caller's, decoded.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.missing_keys: list[str] = []
-        """Keys that were awaited and do not exist, the first 100."""
+        """The first 100 awaited keys that do not exist."""
         self.nearest_keys: dict[str, list[tuple[str, float | None, str]]] = {}
-        """By missing key, for the first four: the existing keys most like it, with the seconds since each was last
-        written (None if that is not known) and who wrote it ("" if that is not known)."""
+        """Keyed by missing key, for the first four: the most similar existing keys, with the seconds since each was
+        last written (None if unknown) and its writer ("" if unknown)."""
         self.missing_ranks: list[int] = []
-        """Ranks that have not written these keys, or have not arrived, the first 256, as far as they are known."""
+        """The first 256 ranks known not to have written these keys, or not to have arrived."""
         self.elsewhere: list[str] = []
-        """What missing ranks that are connected do: `rank 3 (node1, pid 12) is waiting for x, for 70 s`; at most 8."""
+        """What missing but connected ranks do, at most 8: `rank 3 (node1, pid 12) is waiting for x, for 70 s`."""
 
 
 class MissingRanksError(StoreTimeoutError):
     """Not all ranks joined in time. PyTorch raises a plain RuntimeError.
 
-    `ranks` lists those known to be missing.
+    `ranks` lists the ranks known to be missing.
     """
 
     def __init__(self, text: str, ranks: list[int]) -> None:
@@ -58,15 +58,15 @@ class AccessDeniedError(DistStoreError):
     def __init__(self, *args: object, final: bool = False) -> None:
         super().__init__(*args)
         self.final = final
-        """Whether the server has refused what the client presents, and not just for now."""
+        """Whether the refusal is permanent: the server would refuse the same token again."""
 
 
 class ConnectionDeniedError(AccessDeniedError, DistNetworkError):
-    """The server has closed the connection: a call exceeded a limit of the client's token, or that is not valid now."""
+    """The server closed the connection: a call exceeded a limit of the client's token, or that is no longer valid."""
 
 
 class PeerError(Exception):
-    """The peer did something for which its connection, and only that one, is closed."""
+    """The peer did something that closes its connection, and no other."""
 
 
 class ProtocolError(PeerError):
@@ -74,7 +74,7 @@ class ProtocolError(PeerError):
 
 
 class NotAllowedError(PeerError):
-    """The peer did what its token does not allow, or had none that is valid."""
+    """The peer did something that its token does not allow, or had no valid token."""
 
     def __str__(self) -> str:
         return f"not allowed: {self.args[0]}"
@@ -97,13 +97,13 @@ class LimitError(PeerError):
 
 
 class BudgetError(LimitError):
-    """All peers together make the server hold too much of `Limits.budget_bytes`, and this one is evicted."""
+    """The server holds too much of `Limits.budget_bytes` for its peers, and evicts this one."""
 
     def __init__(self, size: int, allowed: int, budget: int, held: int) -> None:
         super().__init__("budget_bytes", size, allowed)
         self.budget = budget
         self.held = held
-        """Bytes of it that are this peer's, its share of the store included."""
+        """Bytes held for this peer, its share of the store included."""
 
     def __str__(self) -> str:
         return (
@@ -113,10 +113,10 @@ class BudgetError(LimitError):
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, for messages: `1 reply`, `2,000 replies`."""
+    """Return a number and its noun, for messages: `1 reply`, `2,000 replies`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def reason_of(error: Exception) -> str:
-    """Return why something failed, without the number of a system's error."""
+    """Return why something failed; for an error of the system, without its number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

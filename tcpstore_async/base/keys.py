@@ -1,7 +1,7 @@
-"""The two forms of a key, the caller's and the stored one, and how error messages list them.
+"""The two forms of a key, the caller's and the stored one, and keys in messages.
 
 TCP and file stores keep a caller's key `k` as `/k`, as PyTorch does; keys without the slash belong to the store itself
-(the count of workers, for example). This module must not know what is stored under a key.
+(the count of workers, for example). Must not know what is stored under a key.
 """
 
 from collections.abc import Iterable
@@ -46,17 +46,17 @@ def stored_keys(keys: object) -> list[bytes]:
 
 
 def caller_keys(keys: list[bytes]) -> list[bytes]:
-    """Return stored keys as callers know them, without the store's own."""
+    """Return the caller's form of stored keys, without the store's own keys."""
     return [key[1:] for key in keys if key.startswith(b"/")]
 
 
 def caller_key(key: str) -> str:
-    """Return a stored key, decoded, as callers know it; one of the store's own as it is."""
+    """Return the caller's form of a decoded key; a key of the store's own is unchanged."""
     return key.removeprefix("/")
 
 
 def readable(key: bytes) -> str:
-    """Return a key, or a value, as text, whatever bytes it has."""
+    """Return a key or value as text; bytes that are not UTF-8 are escaped."""
     try:
         return key.decode()  # compiled, a call in C
     except UnicodeDecodeError:
@@ -64,13 +64,13 @@ def readable(key: bytes) -> str:
 
 
 _NAMED: Final = 4
-"""Keys that are named of a longer list."""
+"""Keys of a longer list that a text names."""
 
 
-def describe_wait(kind: str, keys: list[str], more: int = 0, target: int = 0) -> str:
-    """Return what a peer does that waits: for `keys`, a `value`, `item`, `number`, `barrier`, `round` or `store`.
+def describe_wait(kind: str, keys: list[str], more: int, target: int) -> str:
+    """Describe what a waiting peer does; `kind` is `keys`, `value`, `item`, `number`, `barrier`, `round` or `store`.
 
-    `keys` are stored ones, decoded; `more` are not listed. `target` is the number that is awaited.
+    `keys` are stored keys, decoded; `more` others are not listed. `target` is the awaited number.
     """
     names = list(map(caller_key, keys[:_NAMED]))
     if kind == "barrier":

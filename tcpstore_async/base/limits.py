@@ -1,6 +1,6 @@
 """The limits of a server: names, units and defaults.
 
-Checked: `keys` here, called by `wire/codecs.py`; `key_bytes`, `value_bytes`, `request_bytes` and `request_key_bytes`
+Checked: `keys` here, for `wire/codecs.py`; `key_bytes`, `value_bytes`, `request_bytes` and `request_key_bytes`
 there, `budget_bytes` in `session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in
 `links/link_registry.py`, `sessions` in `links/link_server.py`, `connections`, `validate_seconds` and `audit_lines`
 in `server/`. What one token may store (`--max-keys`, `--max-bytes`) is checked in `keyspace/accounts.py`.
@@ -14,10 +14,10 @@ from typing import Final
 from .errors import LimitError
 
 DEFAULT_GRACE: Final = 10.0
-"""Seconds that connections get to end once the server is to stop."""
+"""Seconds that connections get to finish when the server stops."""
 
 LINK_GRACE: Final = 30.0
-"""Seconds for which the sessions of a link are kept when its connection breaks."""
+"""Seconds for which the sessions of a link are kept after its connection breaks."""
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -41,7 +41,7 @@ class Limits:
     """Length of one request: at least one key and two values of the maximum length."""
 
     request_key_bytes: int = 16 * MIB
-    """Length of all keys of one request, at least one: they are looked up at once, which takes time for long keys."""
+    """Length of all keys of one request: they are looked up at once, which takes long for long keys."""
 
     budget_bytes: int = 8 * GIB
     """Everything that peers make the server hold, overheads included: the store, waiters, incomplete requests, unsent
@@ -55,7 +55,7 @@ class Limits:
     """Simultaneous connections; 0 means the process's limit on open files, less a reserve."""
 
     links: int = 65_536
-    """Links, those that wait for their next connection included."""
+    """Links, including those without a connection."""
 
     sessions: int = 131_072
     """Sessions on links."""
@@ -64,8 +64,7 @@ class Limits:
     """Seconds within which a new connection must send VALIDATE; 0 means no limit."""
 
     audit_lines: int = 100
-    """Refused actions in a second that have a line of the audit log each; others are counted there. 0 means no
-    limit."""
+    """Refused actions per second that get a line each in the audit log, which counts the rest; 0 means no limit."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""

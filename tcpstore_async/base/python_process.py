@@ -1,6 +1,6 @@
-"""How a process that runs a program of ours is started: by this interpreter, without what is for the user's program.
+"""Command line and environment of our child processes: this interpreter, without settings for the user's program.
 
-Must not know what ours does.
+Must not know what a child does.
 """
 
 import os
@@ -12,10 +12,10 @@ _KEPT: Final = frozenset({"PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX
 
 
 def command(program: str) -> list[str]:
-    """Return how to run a program's source text without `site`; its arguments follow."""
+    """Return the command that runs a program's source text, without `site`; append the arguments."""
     return [sys.executable, "-S", *(["-B"] if sys.dont_write_bytecode else []), "-c", program]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, less what is for the user's program."""
+    """Return this process's environment without the variables that are for the user's program."""
     return {name: text for name, text in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT}

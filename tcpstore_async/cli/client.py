@@ -1,7 +1,7 @@
 """The commands that use a running server, ours or PyTorch's.
 
-They parse arguments, make one call of the asynchronous client and print its result; they do not know how a call is
-made. Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage error, 3 timeout, 4 server unreachable, 5
+They parse arguments, make one call of the asynchronous client and print its result. Must not know how a call is made.
+Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage error, 3 timeout, 4 server unreachable, 5
 not allowed.
 """
 
@@ -21,7 +21,7 @@ from .context import FAILED, ClientContext, client_command, keys_store_option, w
 from .output import print_result
 
 _AT_ONCE: Final = 1000
-"""Keys that are deleted together."""
+"""Keys deleted concurrently."""
 
 
 def _int64(ctx: click.Context, param: click.Parameter, text: str) -> int:
@@ -106,7 +106,7 @@ def add(context: ClientContext, key: str, amount: int) -> None:
         try:
             return await store.add(_bytes(key), amount)
         except DistNetworkError:
-            await context.check_connection()
+            await context.check_connection()  # a server that runs has closed the connection because of this ADD
             raise DistStoreError(
                 f"the server closed the connection: the value of {key!r} is probably not a number"
             ) from None

@@ -20,7 +20,7 @@ _OPTIONS: Final = (
     "--token-file",
     "--store",
 )
-"""Options of client commands that may stand before the name. Each takes a value."""
+"""Options of client commands that may precede the name. Each takes a value."""
 
 
 class Commands(click.Group):
@@ -31,7 +31,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         count = _count_leading_options(args)
-        if 0 < count < len(args):
+        if 0 < count < len(args):  # move the name to the front
             args = [args[count], *args[:count], *args[count + 1 :]]
         elif count and not ctx.resilient_parsing:
             ctx.fail("Missing command.")
@@ -39,13 +39,13 @@ class Commands(click.Group):
 
 
 class ProgramCommands(Mapping[str, click.Command]):
-    """The commands of the program by name, each imported when it is used.
+    """The commands of the program by name, each imported on use.
 
-    Most imports are those of a few commands, and take longer than what the others do.
+    A few commands have most of the imports, which take longer than other commands run.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
-        """`places` are MODULE:NAME by the name of the command, the module relative to the whole package."""
+        """`places` maps the name of a command to MODULE:NAME, with the module relative to the package."""
         self._places = places
 
     def __getitem__(self, name: str) -> click.Command:
@@ -60,7 +60,7 @@ class ProgramCommands(Mapping[str, click.Command]):
 
 
 class Program(Commands):
-    """The outermost group, which is called as a program.
+    """The outermost group, called as the program.
 
     With `-o json` every error, usage errors included, is printed as a JSON object.
     """
@@ -91,7 +91,7 @@ _WANTS_JSON: Final = "tcpstore_async.wants_json"
 
 
 class _JsonError(click.ClickException):
-    """An error of click's that is printed as a JSON object."""
+    """A click error that is printed as a JSON object."""
 
     def __init__(self, error: click.ClickException) -> None:
         super().__init__(error.format_message())
@@ -102,7 +102,7 @@ class _JsonError(click.ClickException):
 
 
 def _wants_json(args: list[str]) -> bool:
-    """Whether a command line, valid or not, selects JSON output."""
+    """Return whether a command line, valid or not, selects JSON output."""
     output = ""
     for index, word in enumerate(args):
         if word == "--":
@@ -117,7 +117,7 @@ def _wants_json(args: list[str]) -> bool:
 
 
 def _count_leading_options(args: list[str]) -> int:
-    """Return how many words at the beginning are options of client commands, with their values."""
+    """Return the number of leading words that are options of client commands, values included."""
     at = 0
     while at < len(args):
         word = args[at]

@@ -1,7 +1,7 @@
 """What commands that use a server have in common: its address, the timeout, the output format, credentials.
 
-It knows options and exit statuses, and how a client is started, but not what a command asks for. Some commands only ask
-an admin socket, and must not wait for imports: what connects is imported by the method that does.
+Knows options, exit statuses and how a client is started. Must not know what a command asks for. Methods import what
+connects themselves: commands that only query an admin socket must start fast.
 """
 
 import base64
@@ -20,6 +20,7 @@ from ..base.addresses import unbracketed
 from ..base.errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
+from .options import Decorator, add_options
 from .output import ProgressLine, print_error, print_json, print_result, stdout_is_closed
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ Operation = Callable[["AsyncTCPStore"], Awaitable[Any]]
 
 
 class ClientContext:
-    """What every client command needs: the server's address, the timeout in seconds, the output format, the token.
+    """Options of a client command: the server's address, the timeout in seconds, the output format, the token.
 
-    The store is the name of the one that is used; None for the one without a name. A command that waits retries a
-    server that refuses connections, and waits for a store that is not there, until the timeout. The address may be
-    that of the HTTP process, which is only asked what the server does.
+    `store` is the name of the store, None for the unnamed one. A command that waits retries a server that refuses
+    connections, and waits for a missing store, until the timeout. The address may be that of the HTTP process, which
+    only answers queries about the server.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ClientContext:
     ) -> Any:
         """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
 
-        If it fails, the result is what `otherwise` returns, unless that is None. What takes long says on a terminal
-        what it waits for: the server, then what is `awaited` there.
+        If it fails and `otherwise` returns a result, return that instead. A progress line on a terminal says what is
+        waited for: the server, then what is `awaited` there.
         """
         from ..serving import run_loop
 
@@ -98,14 +99,14 @@ class ClientContext:
         except DistError as error:
             instead = None if otherwise is None else otherwise(error)
             if instead is None:
-                self.fail(str(error), _status(error))
+                self.fail(str(error), exit_status(error))
             return instead
         except NotImplementedError as error:
             self.fail(str(error), FAILED)
         return results[0]
 
     def run_write(self, key: str, value: bytes, write: Operation) -> None:
-        """Execute a write and wait until the server has done it; exit with the right status on failure."""
+        """Execute a write, wait until the server has executed it, and exit with the right status on failure."""
 
         async def write_and_ping(store: "AsyncTCPStore") -> None:
             try:
@@ -115,13 +116,13 @@ class ClientContext:
                 reason = _exceeded_limit(key, value)
                 if not reason:
                     raise
-                await self.check_connection()
+                await self.check_connection()  # a server that runs has closed the connection because of this write
                 raise DistStoreError(f"the server closed the connection: {reason}") from None
 
         self.run(write_and_ping)
 
     async def check_connection(self) -> None:
-        """Raise DistNetworkError if the server cannot be reached any more."""
+        """Raise DistNetworkError if the server cannot be reached."""
         async with await self.connect():
             pass
 
@@ -147,10 +148,10 @@ class ClientContext:
 
     @contextmanager
     def plain_address(self, key: str = "") -> Iterator[tuple[str, int]]:
-        """Yield a host and port for plain connections without tokens: a relay's if one is needed.
+        """Yield a host and port for plain connections without tokens: those of a relay if one is needed.
 
-        What connects there uses the store with a name, if one is used, by that relay too. Raises DistError;
-        AccessDeniedError if the token does not allow writing `key`, unless that is empty.
+        Connections there use the store of --store. Raises DistError; AccessDeniedError if the token does not allow
+        writing `key`, if one is given.
         """
         from ..client.credentials import find_token, read_token
         from ..relay.process import RelayProcess
@@ -199,7 +200,7 @@ class ClientContext:
             sys.exit(FAILED)
 
 
-def _status(error: DistError) -> int:
+def exit_status(error: Exception) -> int:
     """Return the exit status for an error."""
     from ..client.store_name import StoreEndedError
 
@@ -238,9 +239,9 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
 
 
 def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
-    """Return the address of an option HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter.
+    """Return the address given as HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter.
 
-    Only a URL may leave out the port: without one, a word alone may be anything.
+    Only a URL may leave out the port.
     """
     bare = "://" not in text
     url = f"tcp://{text}" if bare else text
@@ -253,7 +254,7 @@ def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUr
 
 
 def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl | HttpUrl:
-    """Return that address, or the one of an HTTP process. Raises BadParameter."""
+    """Return the address given as for `parse_url`, or as http://HOST:PORT. Raises BadParameter."""
     if not text.startswith("http://"):
         return parse_url(ctx, param, text)
     try:
@@ -265,8 +266,8 @@ def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> Ser
 ParseUrl = Callable[[click.Context, click.Parameter, str], ServerUrl | HttpUrl]
 
 
-def url_option(text: str, parse: ParseUrl = parse_url) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option --url with this help, which a command gets as `parse` returns it."""
+def url_option(text: str, parse: ParseUrl = parse_url) -> Decorator:
+    """Return the option --url with this help, converted by `parse`."""
     return click.option(
         "--url",
         envvar="TCPSTORE_URL",
@@ -278,18 +279,16 @@ def url_option(text: str, parse: ParseUrl = parse_url) -> Callable[[Callable[...
     )
 
 
-_TLS_OPTIONS: Final = (
-    ("--tls-ca", CA, "For tcps://, trust these CAs (PEM) instead of the system's."),
-    ("--tls-cert", CERT, "For tcps://, present this client certificate (PEM) to the server."),
-    ("--tls-key", KEY, "The private key of --tls-cert (PEM, not encrypted)."),
+tls_client_options: Final = add_options(
+    *[
+        click.option(name, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text)
+        for name, variable, text in (
+            ("--tls-ca", CA, "For tcps://, trust these CAs (PEM) instead of the system's."),
+            ("--tls-cert", CERT, "For tcps://, present this client certificate (PEM) to the server."),
+            ("--tls-key", KEY, "The private key of --tls-cert (PEM, not encrypted)."),
+        )
+    ]
 )
-
-
-def tls_client_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to what connects to a server, which gets them as `tls_ca`, `tls_cert` and `tls_key`."""
-    for name, variable, text in reversed(_TLS_OPTIONS):
-        command = click.option(name, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text)(command)
-    return command
 
 
 def parse_seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
@@ -316,13 +315,13 @@ token_file_option = click.option(
 
 
 def parse_store(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """Return the name of a store; an address on loopback is one of this host, as programs and their errors spell it.
+    """Return the name of a store; an address on loopback stands for a store of this host, as in programs and errors.
 
-    Raises BadParameter for one that no server takes.
+    Raises BadParameter for an invalid name.
     """
     if text is None:
         return None
-    from ..client.store_name import StoreName, is_local, name_of  # not for other commands, which have to start fast
+    from ..client.store_name import StoreName, is_local, name_of  # not at the top: other commands must start fast
 
     host, _, port = text.rpartition(":")
     host = unbracketed(host)
@@ -342,30 +341,29 @@ keys_store_option = click.option(
     callback=parse_store,
     help="Use this named store, as 'tcpstore stores' prints it, or localhost:PORT; '' for the one without a name.",
 )
-"""For what reads or writes keys; its store is that of the context."""
+"""For commands that use keys; the value is `ClientContext.store`."""
 
 wait_option = click.option(
     "--wait", is_flag=True, help="Retry a server that refuses connections, and wait for --store, until --timeout."
 )
-"""For what otherwise fails at once; whether it is given is what the context says."""
+"""For commands that otherwise fail at once; the value is `ClientContext.waits`."""
 
 
 def client_command(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of all client commands to a command, which gets them as a `ClientContext`.
 
-    That has the values of --store and --wait too, if the command has these options.
+    The context also has the values of --store and --wait, if the command has these options.
     """
     return _with_context(function, url_option("Address of the server; tcps://HOST:PORT for TLS."))
 
 
 def looking_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Do the same for a command that may also ask the HTTP process of a server elsewhere."""
+    """Do the same for a command that may also query the HTTP process of a server elsewhere."""
     text = "Address of the server, on this machine, or http://HOST:PORT of its HTTP process, anywhere."
     return _with_context(function, url_option(text, _parse_any_url))
 
 
-def _with_context(function: Callable[..., None], url_option: Callable[..., Any]) -> Callable[..., None]:
-
+def _with_context(function: Callable[..., None], url_option: Decorator) -> Callable[..., None]:
     def command(
         url: ServerUrl | HttpUrl,
         timeout: float,
@@ -384,19 +382,12 @@ def _with_context(function: Callable[..., None], url_option: Callable[..., Any])
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
     command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-    for option in (
-        tls_client_options,
-        output_option,
-        click.option(
-            "--timeout",
-            type=float,
-            default=10.0,
-            show_default=True,
-            callback=parse_seconds,
-            help="Timeout in seconds; negative for none.",
-        ),
-        url_option,
-        token_file_option,
-    ):
-        command = option(command)
-    return command
+    timeout_option = click.option(
+        "--timeout",
+        type=float,
+        default=10.0,
+        show_default=True,
+        callback=parse_seconds,
+        help="Timeout in seconds; negative for none.",
+    )
+    return add_options(token_file_option, url_option, timeout_option, output_option, tls_client_options)(command)

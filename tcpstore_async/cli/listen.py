@@ -1,21 +1,21 @@
-"""The options of commands that listen: where, for how long after a signal, and the file that tells scripts the port."""
+"""What commands that listen have in common: options, and the announcement that they are ready."""
 
+import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import click
 
 from ..base.limits import DEFAULT_GRACE, LINK_GRACE
-from .seconds import Seconds
+from .options import Decorator, Seconds, add_options
+from .output import print_json, stdout_is_closed
 from .stdio import INFO, LOG_FORMATS, LOG_LEVELS, TEXT
 
 LINGER: Final = 60.0
-"""Seconds that `--linger` without a number stands for: a job that restarts is back by then."""
+"""Seconds of `--linger` without a number: a job that restarts is back by then."""
 
-
-_OPTIONS: Final = (
+listen_options: Final = add_options(
     click.option(
         "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
     ),
@@ -34,15 +34,7 @@ _OPTIONS: Final = (
     ),
 )
 
-
-def listen_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command, which gets them as `host`, `port`, `listen_fd` and `port_file`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-_TLS_OPTIONS: Final = (
+tls_server_options: Final = add_options(
     click.option(
         "--tls-cert",
         metavar="FILE",
@@ -54,15 +46,16 @@ _TLS_OPTIONS: Final = (
     ),
 )
 
+owner_fd_option: Final = click.option(
+    "--owner-fd",
+    type=click.IntRange(0),
+    metavar="FD",
+    help="Ignore signals, and exit when the other end of this pipe or socket is closed.",
+    hidden=True,
+)
 
-def tls_server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a server, which gets them as `tls_cert`, `tls_key` and `tls_ca`."""
-    for option in reversed(_TLS_OPTIONS):
-        command = option(command)
-    return command
 
-
-def _seconds_option(name: str, default: float, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _seconds_option(name: str, default: float, text: str) -> Decorator:
     return click.option(name, default=default, show_default=True, type=Seconds(0, 1e9), help=text)
 
 
@@ -116,6 +109,18 @@ def write_atomically(path: Path, text: str) -> None:
                 raise
     except OSError as error:
         raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None
+
+
+def announce_ready(port_file: Path | None, host: str, port: int, role: str, **more: object) -> None:
+    """Write the port to the file of --port-file, if given, and print one line of JSON: connections are accepted.
+
+    `role` is empty for a server. Raises ClickException.
+    """
+    if port_file is not None:
+        write_atomically(port_file, f"{port}\n")
+    if not stdout_is_closed():
+        what = {"role": role} if role else {}
+        print_json({"event": "ready", **what, "host": host, "port": port, "pid": os.getpid(), **more})
 
 
 class Where(NamedTuple):

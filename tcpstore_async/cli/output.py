@@ -1,7 +1,7 @@
 """What commands print: results on standard output, whole or not at all, and errors on standard error.
 
-Invariants: a command that exits with status 0 has written everything. Names and messages of others are printed
-without control characters, as a pipe may lead to a terminal; only values, and what is requested raw, are not changed.
+Invariants: a command that exits with status 0 has written everything. Names and messages from peers are printed
+without control characters, as a pipe may lead to a terminal; only values, and raw output, are unchanged.
 """
 
 import errno
@@ -18,7 +18,7 @@ import click
 import msgspec
 
 _QUIET_SECONDS: Final = 2.0
-"""Progress is shown only after this time."""
+"""Seconds before progress is shown."""
 
 _UNPRINTABLE: Final = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Control and format characters that JSON does not require to be escaped."""
@@ -34,9 +34,9 @@ def open_standard_streams() -> None:
 
 
 def print_result(text: object, nl: bool = True) -> None:
-    """Print a result, all of it; `nl` appends a newline.
+    """Print a result completely; `nl` appends a newline.
 
-    Raises ClickException if that is impossible, and BrokenPipeError, which click handles, if the reader has gone.
+    Raises ClickException if that fails, and BrokenPipeError, which click handles, if the reader is gone.
     """
     if sys.stdout is None:
         raise click.ClickException("cannot write to standard output: it is closed")
@@ -52,17 +52,17 @@ def print_result(text: object, nl: bool = True) -> None:
 
 
 def stdout_is_closed() -> bool:
-    """Whether this process was started without a standard output."""
+    """Return whether this process was started without a standard output."""
     return sys.stdout is None
 
 
 def _write_all(stream: Any, data: bytes) -> None:
-    """Write to the raw stream, which may take only part of it, or nothing while the reader is slow."""
+    """Write to the raw stream, which may accept only a part, or nothing while the reader is slow."""
     raw: IO[bytes] = getattr(stream, "raw", stream)
     remaining = memoryview(data)
     while remaining:
         count = raw.write(remaining)
-        if count is None:
+        if count is None:  # a non-blocking stream, inherited as such
             select.select([], [raw], [])
         else:
             remaining = remaining[count:]
@@ -82,11 +82,7 @@ def escape(text: str) -> str:
     """Return untrusted text as one printable line."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _escape_char(char) for char in text)
-
-
-def _escape_char(char: str) -> str:
-    return char.encode("unicode_escape").decode()
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def print_error(text: str, status: int, output: str) -> None:
@@ -96,9 +92,9 @@ def print_error(text: str, status: int, output: str) -> None:
 
 
 class ProgressLine:
-    """One line on standard error that says what a command is doing, if that is a terminal and it takes long.
+    """A line on standard error that says what a slow command is doing, if that is a terminal.
 
-    A thread writes it, so it is current even while the main thread computes. At the end it is erased.
+    A thread writes it, so it is current even while the main thread computes; the end erases it.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,5 @@
-"""`tcpstore relay`: options, output and exit status.
+"""`tcpstore relay`: options, output and exit status. Must not know how a relay works."""
 
-This module does not know how a relay works.
-"""
-
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +13,14 @@ from ..client.server_url import ServerUrl
 from ..client.tls_settings import wants_tls
 from ..serving import build, run_loop
 from .context import FAILED, NOT_ALLOWED, parse_store, parse_url, tls_client_options, token_file_option
-from .listen import grace_option, listen_options, log_format_option, log_level_option, write_atomically
-from .output import print_json, stdout_is_closed
+from .listen import (
+    announce_ready,
+    grace_option,
+    listen_options,
+    log_format_option,
+    log_level_option,
+    owner_fd_option,
+)
 from .stdio import fail, log_without_blocking
 
 if TYPE_CHECKING:
@@ -60,13 +62,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
     is_flag=True,
     help="Reject connections from other users' processes and from other hosts. Linux only.",
 )
-@click.option(
-    "--owner-fd",
-    type=click.IntRange(0),
-    metavar="FD",
-    help="Ignore signals, and exit when the other end of this pipe or socket is closed.",
-    hidden=True,
-)
+@owner_fd_option
 def relay_command(
     upstream: list[ServerUrl],
     host: str,
@@ -102,7 +98,7 @@ def relay_command(
     Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
     seconds to finish; SIGINT stops at once.
     """
-    from ..relay.running import run  # not for the other commands, which have to start fast
+    from ..relay.running import run  # not at the top: other commands must start fast
 
     log_without_blocking(log_format, log_level)
     tls = wants_tls(upstream[0].tls or None)
@@ -110,16 +106,12 @@ def relay_command(
     servers = [(url.host, url.port) for url in upstream]
 
     def announce(relay: "Relay") -> None:
-        if port_file is not None:
-            write_atomically(port_file, f"{relay.port}\n")
-        event = {"event": "ready", "role": "relay", "host": relay.host, "port": relay.port, "pid": os.getpid()}
-        urls = [str(url._replace(tls=tls)) for url in upstream]
-        if not stdout_is_closed():
-            print_json({**event, "upstream": ",".join(urls), "build": build()})
+        urls = ",".join([str(url._replace(tls=tls)) for url in upstream])
+        announce_ready(port_file, relay.host, relay.port, "relay", upstream=urls, build=build())
 
     try:
         token = find_token if token_file is None else partial(read_token, token_file)
-        token()  # what is wrong with it is said at once; it is read again for every connection
+        token()  # report a missing file at once; it is read again for every connection
         run_loop(
             run(
                 servers,

@@ -1,7 +1,6 @@
 """`tcpstore serve`: options, output and exit status."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from ..session.auth import ALL, REMOTE
 from ..session.identity import THREADED
 from .listen import (
     Where,
+    announce_ready,
     grace_option,
     linger_option,
     link_grace_option,
@@ -27,9 +27,7 @@ from .listen import (
     log_level_option,
     parse_address,
     tls_server_options,
-    write_atomically,
 )
-from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ _LIMITS = [field.name for field in dataclasses.fields(Limits)]
 
 
 def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
-    """Return the limits that `--limit NAME=NUMBER` options ask for."""
+    """Return the limits set by `--limit NAME=NUMBER` options."""
     chosen = {}
     for text in given:
         name, _, number = text.partition("=")
@@ -56,7 +54,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
 
 
 def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range:
-    """Return the ports that `any`, `0` or `FIRST-LAST` stand for."""
+    """Return the ports given as `any`, `0` or `FIRST-LAST`."""
     if text in ("any", "0"):
         return ANY if text == "any" else NONE
     first, _, last = text.partition("-")
@@ -204,9 +202,9 @@ def serve(
     if require_auth and token_keys is None and tls_ca is None:
         raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
     if backend == THREADED:
-        said = click.get_current_context().get_parameter_source
+        source = click.get_current_context().get_parameter_source
         others = ("tls_cert", "token_keys", "require_auth", "link_grace")
-        given = [f"--{name.replace('_', '-')}" for name in others if said(name) != click.core.ParameterSource.DEFAULT]
+        given = [f"--{name.replace('_', '-')}" for name in others if source(name) != click.core.ParameterSource.DEFAULT]
         if given:
             raise click.UsageError(f"--backend threaded has no TLS, tokens or links: leave out {', '.join(given)}.")
     if token_keys is not None and owner_pid is not None:
@@ -235,14 +233,10 @@ def serve(
     page: HttpOptions | None = None
 
     def announce(server: "Server") -> None:
-        if port_file is not None:
-            write_atomically(port_file, f"{server.port}\n")
-        event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
-        if not stdout_is_closed():
-            tls = {} if server.tls is None else {"tls": True}
-            admin_path = {"admin": server.admin} if server.admin else {}
-            http_url = {} if page is None else {"http": page.url}
-            print_json({**event, "backend": backend, "build": build(), **tls, **admin_path, **http_url})
+        more: dict[str, object] = {} if server.tls is None else {"tls": True}
+        more.update({"admin": server.admin} if server.admin else {})
+        more.update({} if page is None else {"http": page.url})
+        announce_ready(port_file, server.host, server.port, "", backend=backend, build=build(), **more)
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:

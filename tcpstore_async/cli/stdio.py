@@ -1,7 +1,7 @@
 """The standard streams of a server process, which must exist and must never block it.
 
 Invariants: a reader of standard error cannot stop the server by not reading. Whatever peers send, a record is one line
-of printable text, or several if it has a traceback.
+of printable text, or several with a traceback.
 """
 
 import logging
@@ -22,7 +22,6 @@ TEXT: Final = "text"
 JSON: Final = "json"
 LOG_FORMATS: Final = (TEXT, JSON)
 
-
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -37,7 +36,7 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def fail(error: Exception, log_format: str, status: int = 1) -> NoReturn:
-    """End the process with this status because of an error, which is the last line of the log."""
+    """End the process with this status; the error is the last line of the log."""
     if log_format == JSON:
         logging.getLogger("tcpstore_async.server").critical("%s", error)
     else:

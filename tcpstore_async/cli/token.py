@@ -1,4 +1,4 @@
-"""`tcpstore token`: creates tokens. This module does not know how they are signed."""
+"""`tcpstore token`: creates tokens. Must not know how they are signed."""
 
 import logging
 import os
@@ -12,8 +12,6 @@ from .output import print_result
 from .stdio import log_without_blocking
 
 log = logging.getLogger("tcpstore_async.audit")
-
-
 notes = logging.getLogger("tcpstore_async")
 
 
@@ -100,7 +98,7 @@ def create(
 
 
 def _explain(prefix: str, store: str) -> None:
-    """Say on standard error which keys a token is for."""
+    """Log which keys a token gives access to."""
     where = f" of the store {store!r}" if store else ""
     if not prefix:
         notes.info("it gives access to all keys%s", where)

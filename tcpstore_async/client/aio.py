@@ -25,6 +25,7 @@ from ..base.errors import DistError, DistNetworkError, ProtocolError, QueueEmpty
 from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
+from ..wire.commands import PARKS
 from ..wire.values import Framed, unpack
 from . import capabilities, exchanges, explanation, requests
 from .async_connection import AsyncConnection
@@ -353,7 +354,7 @@ class AsyncTCPStore:
 
     async def _pop(self, lease: Request, deadline: _CallDeadline) -> Framed | None:
         """Take an item that a server of ours leases; return None if there is none."""
-        blocks = lease[0].parks
+        blocks = lease[0].flags & PARKS
         connection = await (self._connection_to_wait_on(deadline) if blocks else self._free_connection(deadline))
         connection.pops += 1
         try:

@@ -21,7 +21,7 @@ from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, St
 from ..links.single_client import ACKNOWLEDGED_AT_ONCE, UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
 from ..wire.codecs import Fields
-from ..wire.commands import BY_METHOD, Command
+from ..wire.commands import BY_METHOD, PARKS, Command
 from ..wire.values import unpack
 from .last_byte import describe_silence
 from .requests import VALUE_BYTES, Request, confirm, give_back, lost_during, size_hint, timeout_message
@@ -344,7 +344,7 @@ class AsyncConnection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._outbox.append(data)
         if call is not None and not call.done:
-            if self._ends and not call.command.parks:
+            if self._ends and not call.command.flags & PARKS:
                 self._ends.pop()
             self._ends.append((len(self._outbox), call))
 

@@ -25,6 +25,7 @@ from ..base.errors import (
 from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
+from ..wire.commands import MUTATES, PARKS
 from ..wire.values import Framed, unpack
 from . import background, capabilities, explanation, requests
 from .connect import Cancelled, always, connect_blocking
@@ -145,7 +146,7 @@ class TCPClient(Pool):
                 if connection.session.pending or connection.stranded:
                     connection.drain_abandoned_calls(deadline)
             data, call = connection.session.prepare(*request)
-            writes = call is None and request[0].mutates
+            writes = call is None and request[0].flags & MUTATES != 0
             if not connection.put(data, call, writes):
                 deadline = deadline or Deadline.of_a_call(self.timeout)
                 connection.put_rest(data, call, deadline, writes)
@@ -277,7 +278,7 @@ class TCPClient(Pool):
         def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
             connection.leased = Leased(lease, confirmed)  # before the request: `_release` gives it back
             call = connection.request(lease, deadline)
-            if lease[0].parks:
+            if lease[0].flags & PARKS:
                 self._wait_for(connection, call, deadline, once=False)
             else:
                 connection.read_until(call, deadline)

@@ -27,7 +27,7 @@ from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, re
 from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
-from ..wire.commands import BY_METHOD
+from ..wire.commands import BY_METHOD, PARKS
 from ..wire.values import unpack
 from . import requests
 from .requests import Request
@@ -243,7 +243,7 @@ class SyncConnection:
         session = self.session
         self._canceled = []
         ahead: tuple[PendingCall, ...] = ()
-        if session.unconfirmed() and request[0].parks:
+        if session.unconfirmed() and request[0].flags & PARKS:
             asking, fence = session.prepare_fence(0)
             first += asking
             ahead = (fence,)

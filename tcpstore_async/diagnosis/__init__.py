@@ -1,1 +1,1 @@
-"""What follows from the facts that a server hands out: who is missing, and which keys are nearly those waited for."""
+"""Conclusions from the facts of a server: which ranks are missing, and which keys are similar to awaited ones."""

@@ -1,6 +1,6 @@
-"""What an admin socket has replied: the sessions, keys and barriers of a server at one time.
+"""The facts in a reply of the admin socket: the sessions, keys and barriers of a server at one time.
 
-Knows the format (`server/admin.py`, `observe/inspection.py`). Must not know sockets, nor what follows from the facts.
+Knows the format (`server/admin.py`, `observe/inspection.py`). Must not know sockets, nor draw conclusions.
 """
 
 import gc
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ..observe.similar_keys import Family, family_of
+from ..observe.similar_keys import Family, family_of, number_after
 from .lines import Line, decode_reply
 
 
@@ -22,61 +22,61 @@ class Wait(msgspec.Struct, rename={"kind": "for"}, gc=False):
     """`keys`, `value` or `item` of a key, `number`: until the key reaches `target`, `barrier`, `round`, or `store`."""
     keys: list[str] = []
     group: int = 0
-    """The group of waiters that it is in, which then has the keys; 0 for none."""
+    """Its group of waiters, which then has the keys; 0 for none."""
     target: int = 0
     more: int = 0
-    """Keys that are not listed."""
+    """Number of keys not listed."""
 
 
 class Session(msgspec.Struct, gc=False):
-    """A session that is connected. Times are in seconds."""
+    """A connected session. Times are in seconds."""
 
     id: int
     """0 if it has sent nothing."""
     host: str
     port: int
     joined: float
-    """Since it was connected."""
+    """Time since it connected."""
     idle: float
-    """Since it last sent something."""
+    """Time since it last sent something."""
     command: str
     unsent: int = 0
     held: int = 0
     pid: int | None = None
     peer: dict[str, str] = {}
-    """What its client says of itself."""
+    """The introduction of its client."""
     link: str | None = None
     """The host of the link that it is on."""
     carries: int | None = None
-    """For the connection of a link: the number of its sessions."""
+    """For the connection of a link, the number of its sessions."""
     wait: Wait | None = None
     store: str | None = None
-    """The name of the store that it is in, if that has one."""
+    """The name of its store; None for the unnamed one."""
 
 
 class NamedStore(msgspec.Struct):
-    """A store with a name."""
+    """A named store."""
 
     name: str
     host: str
-    """Of its owner."""
+    """The host of its owner; so are the next two."""
     pid: str
     attempt: str
     age: float
     joined: int
     expected: int
-    """0 if it is not known."""
+    """0 if unknown."""
     sessions: int
     keys: int
     bytes: int
     ended: str
-    """Why it has ended; empty if it has not."""
+    """Why it ended; empty if it has not."""
     port: int = 0
-    """The one that the server has for it; 0 if it has none."""
+    """The port that the server has for it; 0 for none."""
 
 
 class OtherStores(msgspec.Struct):
-    """Sums over the stores with names that are not listed."""
+    """Sums over the named stores that are not listed."""
 
     stores: int = 0
     joined: int = 0
@@ -101,9 +101,9 @@ class Group(msgspec.Struct):
 
     id: int
     keys: list[str]
-    """Those that are missing."""
+    """The missing ones."""
     all: list[str] = []
-    """The whole list, if it is known."""
+    """The whole list, if known."""
 
 
 class Counter(msgspec.Struct):
@@ -112,7 +112,7 @@ class Counter(msgspec.Struct):
     key: str
     value: int
     expected: int
-    """0 if it is not known."""
+    """0 if unknown."""
     age: float
     members: list[int]
     """The sessions that have counted there."""
@@ -124,21 +124,18 @@ class Key(msgspec.Struct, array_like=True, gc=False):
     key: str
     size: int
     age: float | None = None
-    """Seconds since it was last written; None if that is not known."""
+    """Seconds since it was last written; None if unknown."""
     by: int | None = None
     """The session that wrote it."""
 
 
 Process = tuple[object, ...]
-"""What tells processes apart."""
+"""What distinguishes processes."""
 
 AnySession = TypeVar("AnySession", Session, Departed)
 
 _FEW: Final = 2
-"""Writers of a family's keys from which on their numbers may be ranks."""
-
-_SAFE_DIGITS: Final = 8
-"""Digits of a number that `family_of` surely takes for one."""
+"""Writers of a family's keys from which their numbers may be ranks."""
 
 
 class _Line(Line):
@@ -152,13 +149,13 @@ class _Line(Line):
 
 
 class Members:
-    """The values that ranks have published under keys of one family."""
+    """The values published under keys of one family."""
 
     def __init__(self, value_bytes: int) -> None:
         self.value_bytes = value_bytes
         """The size of one of the values."""
         self.writers: dict[int, int] = {}
-        """By the number in the key: the session that wrote it, 0 if that is not known."""
+        """The session that wrote each key, 0 if unknown, keyed by the number in the key."""
 
     @cached_property
     def one_each(self) -> bool:
@@ -168,9 +165,9 @@ class Members:
 
 
 class Facts:
-    """Everything that was replied. What it has of sessions and keys, it also has by process, by wait, and by family.
+    """A whole reply, with sessions also grouped by process and wait, and keys by family.
 
-    That is done as lines arrive: whoever asks would otherwise wait for the server and only then begin.
+    They are grouped as lines arrive, while the server prepares the next ones.
     """
 
     def __init__(self) -> None:
@@ -182,16 +179,16 @@ class Facts:
         self.departed: dict[int, Departed] = {}
         self.stores: list[NamedStore] = []
         self.environments: dict[int, dict[str, str]] | None = None
-        """By session, what the environments of processes on the server's machine say; None if it is this machine."""
+        """Environments of processes on the server's machine, keyed by session; None if that is this machine."""
         self.processes: dict[Process, list[Session]] = {}
-        """Without the connections of links."""
+        """Sessions, without the connections of links, keyed by process."""
         self.waits: dict[tuple[object, ...], tuple[Wait, list[Session]]] = {}
-        """The sessions that wait, with what they wait for, those that wait for the same together."""
+        """Waits, each with the sessions that wait for the same."""
         self.waits_in_groups: dict[int, tuple[Wait, list[Session]]] = {}
-        """The same of those in groups of waiters, by group."""
+        """The same for groups of waiters, keyed by group."""
         self.families: dict[Family, Members] = {}
         self._family = Family("", "")
-        """The family of the last key, if its number is at its end."""
+        """The family of the last key with a number at its end."""
         self._writers: dict[int, int] | None = None
 
     def add_sessions(self, sessions: list[Session]) -> None:
@@ -217,14 +214,12 @@ class Facts:
         self.keys += keys
         writers = self._writers
         before = self._family.before
-        size = len(before)
         for key in keys:
             name = key.key
-            if writers is not None and name[:size] == before:  # most keys are of the same family as the one before
-                digits = name[size:]
-                if digits.isdecimal() and digits[0] != "0" and digits.isascii() and len(digits) <= _SAFE_DIGITS:
-                    writers[int(digits)] = key.by or 0
-                    continue
+            # Most keys are of the same family as the one before.
+            if writers is not None and (same := number_after(before, name)) is not None:
+                writers[same] = key.by or 0
+                continue
             found = family_of(name)
             if found is None:
                 continue
@@ -235,10 +230,10 @@ class Facts:
             members.writers[number] = key.by or 0
             if not family.after:
                 self._family, self._writers = family, members.writers
-                before, size, writers = family.before, len(family.before), members.writers
+                before, writers = family.before, members.writers
 
     def keep_store(self, name: str | None) -> list[Session]:
-        """Forget the sessions that are in other stores than the keys, which are in that of this name; return them."""
+        """Keep only the sessions in the store of this name, whose keys these are; return the others."""
         others = [one for one in self.sessions if one.store != name]
         if others:
             sessions = [one for one in self.sessions if one.store == name]
@@ -248,7 +243,7 @@ class Facts:
 
 
 def group_by_process(groups: dict[Process, list[AnySession]], sessions: Iterable[AnySession]) -> None:
-    """Add sessions to those of the same process; if that is not known, each has one of its own."""
+    """Group sessions by process; one whose process is unknown gets its own group."""
     for one in sessions:
         peer = one.peer
         process: Process
@@ -258,14 +253,11 @@ def group_by_process(groups: dict[Process, list[AnySession]], sessions: Iterable
             process = one.pid, one.host, peer.get("host"), peer.get("rank")
         else:
             process = one.pid, one.host
-        alone = [one]
-        known = groups.setdefault(process, alone)
-        if known is not alone:
-            known.append(one)
+        groups.setdefault(process, []).append(one)
 
 
 def read_facts(lines: Iterable[bytes]) -> Facts:
-    """Decode a reply. Raises DistStoreError for one that reports an error, ProtocolError for an invalid one."""
+    """Decode a reply. Raises DistStoreError for a reported error, ProtocolError for an invalid reply."""
     facts = Facts()
     for line in decode_reply(lines, _Line):
         if line.server is not None:
@@ -290,7 +282,7 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Do without garbage collections, which would traverse the facts of a hundred thousand sessions each time."""
+    """Suspend garbage collections, each of which would traverse the facts of a hundred thousand sessions."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Decodes the lines of an admin socket's replies, whatever they tell.
+"""Decodes the lines of the admin socket's replies.
 
-Knows what every line may have. Must not know sockets, nor the rest of a line.
+Knows the fields that any line may have. Must not know sockets, nor other fields.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 def decode_lines(lines: Iterable[bytes], type: type[AnyLine]) -> Iterator[AnyLine]:
-    """Yield decoded lines. Raises DistStoreError for one that reports an error, ProtocolError for an invalid one."""
+    """Yield decoded lines. Raises DistStoreError for a reported error, ProtocolError for an invalid line."""
     decoder = msgspec.json.Decoder(type)
     for raw in lines:
         try:

@@ -1,9 +1,9 @@
-"""Who is missing: from the job, from a barrier, from an exchange of keys.
+"""Which ranks are missing from the job, from a barrier, from an exchange of keys.
 
-Everything that somebody waits for and that every rank of a group has to do is a `Pending`: how many have done it, which
-ranks have not, and what those of them that are connected do instead.
+Whatever all ranks of a group must do, and sessions wait for, is a `Pending`: how many have done it, which ranks have
+not, and what the connected ones among these do instead.
 
-Invariant: a rank is called missing only if the facts leave no other; where ranks are not known, connections are listed.
+Invariant: a rank is called missing only if the facts leave no other; if ranks are unknown, connections are listed.
 """
 
 from collections import Counter, defaultdict
@@ -29,7 +29,7 @@ from .ranks import Rank, Ranks
 
 
 class Elsewhere(msgspec.Struct):
-    """A rank that is missing and connected."""
+    """A missing rank that is connected."""
 
     rank: int | None
     host: str
@@ -37,56 +37,56 @@ class Elsewhere(msgspec.Struct):
     pid: int | None
     does: str
     since: float
-    """For how many seconds."""
+    """Seconds since its last request."""
 
 
 class Hosted(msgspec.Struct):
-    """A host from which fewer ranks have come than from others."""
+    """A host from which fewer ranks have arrived than from others."""
 
     host: str
     arrived: int
     usual: int
-    """From most hosts."""
+    """Arrivals from most hosts."""
 
 
 class Pending(msgspec.Struct):
-    """Something that is waited for."""
+    """Something that sessions wait for."""
 
     kind: str
     """`join`, `barrier` or `keys`."""
     key: str
-    """The counter, or the first key of a family with a `*` in place of the number."""
+    """The counter, or a family of keys with `*` in place of the number."""
     arrived: int
     expected: int | None
     missing_ranks: list[int]
-    """By number, in the group that exchanges the keys; empty if they are not known."""
+    """Ranks, in the group that exchanges the keys; empty if unknown."""
     elsewhere: list[Elsewhere]
     unseen: int
-    """How many of the missing are not connected."""
+    """Number of missing ranks that are not connected."""
     waiting: int
-    """Ranks that wait for it."""
+    """Number of ranks that wait for it."""
     since: float
-    """For how many seconds, the longest of them."""
+    """Seconds of the longest wait."""
     fewer_on: list[Hosted] = []
     unidentified: int = 0
-    """How many more of the missing may be connected: there are connections of which the rank is not known."""
+    """Number of missing ranks that may be connected: the ranks of some connections are unknown."""
 
 
 class Claimed(msgspec.Struct):
-    """A rank that several connected processes say they are."""
+    """A rank that several connected processes claim."""
 
     rank: int
     by: list[str]
 
 
 class Missing(msgspec.Struct):
-    """The answer."""
+    """The result: everything pending."""
 
     world_size: int | None
     joined: int
     waits: list[Pending]
     waiting: int = 0
-    """Sessions that wait for anything."""
+    """Number of sessions that wait for anything."""
     claimed: list[Claimed] = []
 
 
@@ -95,23 +95,23 @@ class Awaited(NamedTuple):
 
     wait: Wait
     keys: list[str]
-    """Those that are missing."""
+    """The missing ones."""
     all: list[str]
-    """The whole list, if it is known."""
+    """The whole list, if known."""
     sessions: list[Session]
 
 
+# Calls in C: there may be a hundred thousand ranks.
 _host_of: Final[Callable[[Rank], str]] = attrgetter("host")
 _id_of: Final[Callable[[Session], int]] = attrgetter("id")
 _idle_of: Final[Callable[[Session], float]] = attrgetter("idle")
-"""Calls in C: there may be a hundred thousand ranks."""
 
 _MOST_NUMBERS: Final = 1_000_000
-"""Numbers of ranks that are looked at, in all: any peer may have made one up, and wait for a key with it."""
+"""Most numbers examined, in all: any peer may wait for a key with an invented number."""
 
 
 def awaited(facts: Facts) -> list[Awaited]:
-    """Return what is waited for, each list of keys once."""
+    """Return the waits, one for each awaited list of keys."""
     found: list[Awaited] = []
     for number, (wait, sessions) in facts.waits_in_groups.items():
         group = facts.groups.get(number)
@@ -124,12 +124,12 @@ def awaited(facts: Facts) -> list[Awaited]:
 
 
 def find_missing(facts: Facts, ranks: Ranks, waits: list[Awaited]) -> Missing:
-    """Return who is missing from what is under way now; `waits` are all that is `awaited`."""
+    """Return which ranks are missing from what is pending; `waits` is the result of `awaited`."""
     return _Search(facts, ranks).run(waits)
 
 
-def does(session: Session | None, groups: Mapping[int, Group]) -> str:
-    """Describe what a session does; `groups` are the groups of waiters."""
+def describe_activity(session: Session | None, groups: Mapping[int, Group]) -> str:
+    """Describe what a session does; `groups` has the groups of waiters."""
     if session is None:
         return "has left"
     wait = session.wait
@@ -140,14 +140,14 @@ def does(session: Session | None, groups: Mapping[int, Group]) -> str:
 
 
 class _Exchange:
-    """A family of keys that somebody waits for."""
+    """A family of keys that sessions wait for."""
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()
         self.listed: set[int] = set()
-        """Numbers in lists that name several keys of the family."""
+        """Numbers in awaited lists that name several keys of the family."""
         self.sessions: list[Session] = []
-        """Those that wait."""
+        """The waiting sessions."""
 
 
 class _Search:
@@ -158,15 +158,15 @@ class _Search:
         self.joined = ranks.of(joining.members) if joining is not None else set()
         self.joined_count = joining.value if joining is not None else len([one for one in ranks.all if one.sessions])
         self.waiting: dict[str, list[Session]] = defaultdict(list)
-        """By counter of a barrier: who waits for it to open."""
+        """Sessions that wait for a barrier to open, keyed by its counter."""
         self.exchanges: dict[Family, _Exchange] = defaultdict(_Exchange)
         self._last: tuple[str, _Exchange] | None = None
-        """What precedes the number in the last key that was awaited by itself, if nothing follows; and its exchange."""
+        """Cache for `_sort`: what precedes the number at the end of the last key awaited alone, and its exchange."""
         self.roots: dict[str, _Exchange] = defaultdict(_Exchange)
-        """By list of NCCL's IDs."""
+        """Exchanges of NCCL's IDs, keyed by list of IDs."""
         self._numbers_left = _MOST_NUMBERS
         self._names: dict[str, str] | None = None
-        """By address: the name of the host, once it is needed."""
+        """Names of hosts, keyed by address; made when needed."""
 
     def run(self, awaited: list[Awaited]) -> Missing:
         for one in awaited:
@@ -187,7 +187,7 @@ class _Search:
 
     def _sort(self, one: Awaited) -> None:
         """Note which barriers and exchanges these sessions wait for."""
-        if self._last is not None and len(one.keys) == 1 and not one.all:  # mostly of the same family as the one before
+        if self._last is not None and len(one.keys) == 1 and not one.all:  # mostly the same family as before
             before, exchange = self._last
             number = number_after(before, one.keys[0])
             if number is not None:
@@ -211,7 +211,7 @@ class _Search:
                     roots.sessions += one.sessions
             elif (parsed := family_of(key)) is None:
                 continue
-            elif len(one.keys) == 1 and not one.all:  # the most frequent case, with as little as possible
+            elif len(one.keys) == 1 and not one.all:  # the most frequent case: keep it short
                 exchange = self.exchanges[parsed[0]]
                 exchange.awaited.add(parsed[1])
                 exchange.sessions += one.sessions
@@ -259,8 +259,8 @@ class _Search:
         if expected is not None and value >= expected:
             expected = None
         since = max([session.idle for session in sessions])
-        everybody = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
-        others = [] if is_for_agents(key) else self._without(everybody, came)
+        everyone = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
+        others = [] if is_for_agents(key) else self._without(everyone, came)
         return self._pending("barrier", key, value, expected, came, others, waiting, since)
 
     def _pending(
@@ -274,7 +274,7 @@ class _Search:
         waiting: int,
         since: float,
     ) -> Pending:
-        """Describe what is waited for until all have come; `others` are connected and have not come."""
+        """Describe what waits for the arrival of all; `others` are connected and have not arrived."""
         size = self.ranks.world_size
         numbers = {rank.number for rank in came if rank.number is not None}
         numbers.update(number for number, ranks in self.ranks.claimed.items() if not came.isdisjoint(ranks))
@@ -287,24 +287,24 @@ class _Search:
         if missing:
             others, candidates = self._identify(missing, [rank for rank in others if rank.number is None])
         elif len(came) < arrived and len(others) != count:
-            others = []  # some of them have come, and it is not known which
+            others = []  # some of them have arrived, but it is unknown which
         elsewhere = self._elsewhere(others)
         unseen, unidentified = _absent(count or 0, len(elsewhere), candidates)
         fewer_on = self._fewer_on(came)
         return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, fewer_on, unidentified)
 
-    def _without(self, everybody: Iterable[Rank], came: set[Rank]) -> list[Rank]:
-        """Return those who have not come, are connected, and may be ranks."""
-        return [rank for rank in set(everybody) - came if rank.sessions and self._may_be_rank(rank)]
+    def _without(self, everyone: Iterable[Rank], came: set[Rank]) -> list[Rank]:
+        """Return the connected processes that may be ranks and have not arrived."""
+        return [rank for rank in set(everyone) - came if rank.sessions and self._may_be_rank(rank)]
 
     def _may_be_rank(self, rank: Rank) -> bool:
-        """Return whether something that is connected may be a rank: it has sent a command of one."""
+        """Return whether a connected process may be a rank: it has sent more than VALIDATE."""
         return any(session.id and session.command != "VALIDATE" for session in rank.sessions)
 
     # Keys
 
     def _roots(self, name: str, exchange: _Exchange) -> Pending:
-        """The IDs that the roots of a communicator publish."""
+        """Describe the IDs that the roots of a communicator publish."""
         size = self.ranks.world_size
         roots = max(exchange.listed | exchange.awaited) + 1
         missing = sorted(exchange.awaited)
@@ -314,11 +314,11 @@ class _Search:
         return self._by_roots(key, roots, missing, exchange)
 
     def _by_roots(self, key: str, roots: int, missing: list[int], exchange: _Exchange) -> Pending:
-        """Describe keys that some ranks write for all others."""
+        """Describe keys that a few ranks write for all others."""
         waiters = self._waiters(exchange)
         listed, candidates = self._identify(missing, self._nameless(waiters))
         if self.ranks.world_size != len([rank for rank in self.ranks.all if rank.sessions]):
-            listed = [rank for rank in listed if rank.number is not None]  # the root may be one that is not connected
+            listed = [rank for rank in listed if rank.number is not None]  # the root may not be connected
         unseen, unidentified = _absent(len(missing), len(listed), candidates)
         return Pending(
             "keys",
@@ -334,7 +334,7 @@ class _Search:
         )
 
     def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
-        """Keys that each rank writes for the others, or one rank for all of them."""
+        """Describe keys that each rank writes for the others, or one rank for all; None if it is unclear."""
         known = self.ranks.families.get(family) or Members(0)
         waiters = self._waiters(exchange)
         writers = self.ranks.of(known.writers.values())
@@ -343,7 +343,7 @@ class _Search:
         by_each = write_too or (known.one_each and len(writers) > 1)
         if not by_each and not exchange.listed:
             if not is_nccl_counter(family.key(0)):
-                return None  # nobody knows whether it is a rank's
+                return None  # it may not be the key of a rank
             return self._by_roots(family.key(min(exchange.awaited)), 1, [0], exchange)
         involved = waiters | writers
         expected = self._expected(family, known, exchange, involved)
@@ -351,7 +351,7 @@ class _Search:
         if expected <= self._numbers_left:
             self._numbers_left -= expected
             missing = [number for number in range(expected) if number not in known.writers]
-        if exchange.listed and not write_too:  # whoever gathers the values does not write one
+        if exchange.listed and not write_too:  # a rank that gathers values does not write one
             missing = sorted(exchange.awaited)
         if not missing:
             return None
@@ -372,7 +372,7 @@ class _Search:
         )
 
     def _expected(self, family: Family, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
-        """Return how many keys there will be."""
+        """Return the expected number of keys."""
         size = self.ranks.world_size
         least = max([*known.writers, *exchange.awaited, *exchange.listed]) + 1
         told = gloo_size(family, known.value_bytes)
@@ -383,36 +383,36 @@ class _Search:
         return least
 
     def _who(self, missing: list[int], expected: int, involved: set[Rank]) -> tuple[list[Rank], int]:
-        """Return those of the missing that are connected, and how many there may be."""
+        """Return the connected ones of the missing ranks, and how many there may be."""
         size = self.ranks.world_size
-        if size is not None and expected != size:  # these are numbers in a group, and who is in the group is not known
+        if size is not None and expected != size:  # numbers in a group, whose members are unknown
             return [], len(self._without(self.joined or self.ranks.all, involved))
         return self._identify(missing, self._nameless(involved))
 
     def _identify(self, missing: list[int], nameless: list[Rank]) -> tuple[list[Rank], int]:
-        """Return who of the missing is connected, and how many may be: some ranks have no number.
+        """Return the connected ones of the missing ranks, and how many may be connected.
 
-        Those are among the missing if there are no more of them than it takes.
+        `nameless` ranks have no number; they are the missing ones if there are not too many of them.
         """
         named = [rank for number in missing if (rank := self._connected(number)) is not None]
         candidates = len(named) + len(nameless)
         return named + (nameless if candidates <= len(missing) else []), candidates
 
     def _nameless(self, involved: set[Rank]) -> list[Rank]:
-        """Return connected ranks without a number that are not involved."""
+        """Return the connected ranks that have no number and are not involved."""
         return [rank for rank in self._without(self.joined or self.ranks.all, involved) if rank.number is None]
 
     def _connected(self, number: int) -> Rank | None:
         rank = self.ranks.by_number.get(number)
         return rank if rank is not None and rank.sessions else None
 
-    # What they have in common
+    # Common parts
 
     def _waiters(self, exchange: _Exchange) -> set[Rank]:
         return self.ranks.of(map(_id_of, exchange.sessions))
 
     def _since(self, exchange: _Exchange) -> float:
-        """Return for how many seconds ranks have waited, the longest of them."""
+        """Return the seconds of the longest wait."""
         return max(map(_idle_of, exchange.sessions), default=0.0)
 
     def _elsewhere(self, ranks: Iterable[Rank]) -> list[Elsewhere]:
@@ -421,12 +421,14 @@ class _Search:
             session = rank.main_session()
             since = 0.0 if session is None else session.idle
             port = 0 if session is None else session.port
-            found.append(Elsewhere(rank.number, rank.host, port, rank.pid, does(session, self.facts.groups), since))
+            found.append(
+                Elsewhere(rank.number, rank.host, port, rank.pid, describe_activity(session, self.facts.groups), since)
+            )
         found.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.port))
         return found
 
     def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
-        """Return the hosts from which fewer have come than from most."""
+        """Return the hosts from which fewer ranks have arrived than from most."""
         counts = Counter(map(_host_of, came))
         for rank in self.joined - came:
             counts.setdefault(rank.host, 0)
@@ -439,7 +441,7 @@ class _Search:
         return sorted((Hosted(host, count, usual) for host, count in hosts.items() if count < usual), key=_host)
 
     def _name_of(self, host: str) -> str:
-        """Return the name of the host with this address, as far as its ranks say one."""
+        """Return the name of the host with this address, if its ranks have sent one."""
         if self._names is None:
             names: dict[str, set[str]] = defaultdict(set)
             for rank in self.ranks.described:
@@ -450,9 +452,9 @@ class _Search:
 
 
 def _absent(count: int, listed: int, candidates: int) -> tuple[int, int]:
-    """Return how many of the missing are not connected, and of how many that is not known.
+    """Return how many of `count` missing ranks are not connected, and for how many this is unknown.
 
-    Some have been found; `candidates`, these included, are connected and may be among the missing.
+    `listed` have been found; `candidates`, these included, are connected and may be among the missing.
     """
     unidentified = max(0, min(count, candidates) - listed)
     return max(0, count - listed - unidentified), unidentified

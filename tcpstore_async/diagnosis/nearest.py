@@ -1,6 +1,6 @@
-"""Who waits for which key, and which existing keys are most like it.
+"""Which keys are awaited, by whom, and which existing keys are most similar.
 
-Must not know what keys mean, nor how likeness is measured (`observe/similar_keys.py`).
+Must not know what keys mean, nor how similarity is measured (`observe/similar_keys.py`).
 """
 
 from typing import Final
@@ -14,46 +14,47 @@ from .missing import Awaited
 from .ranks import Ranks
 
 _OF_A_LIST: Final = 8
-"""Keys that are described of a list that is awaited."""
+"""Keys of an awaited list that are described."""
 
 _QUICKLY: Final = 200_000
-"""Existing keys that are compared by their numbers when there is little time."""
+"""Existing keys compared by their numbers if the search must be quick."""
 
 
 class Near(msgspec.Struct):
-    """A key that exists, and is like one that is awaited."""
+    """An existing key that is similar to an awaited one."""
 
     key: str
     age: float | None
-    """Seconds since it was last written, if that is known."""
+    """Seconds since it was last written, if known."""
     by: str | None
     """Who wrote it."""
 
 
 class Waiting(msgspec.Struct):
-    """A key that is awaited."""
+    """An awaited key."""
 
     key: str
     ranks: list[int]
-    """Numbers of the ranks that wait for it, as far as they are known."""
+    """The known ranks that wait for it."""
     since: float
-    """For how many seconds, the longest of them."""
+    """Seconds of the longest wait."""
     waiting: int
-    """How many sessions wait for it."""
+    """Number of sessions that wait for it."""
     connections: list[str]
-    """The first ones of which no rank is known."""
+    """The first waiting connections of unknown rank."""
     nearest: list[Near]
     more: int = 0
-    """Further missing keys for which the same sessions wait."""
+    """Number of other missing keys that the same sessions wait for."""
 
 
 _CONNECTIONS: Final = 16
+"""Most connections listed for a key."""
 
 
 def find_waiting(facts: Facts, ranks: Ranks, waits: list[Awaited], most: int | None = None) -> list[Waiting]:
-    """Return what is waited for, that which has been waited for longest first; `waits` are all that is `awaited`.
+    """Return the awaited keys, longest wait first; `waits` is the result of `awaited`.
 
-    With `most`, the nearest keys are looked for only for so many, the first ones, and less thoroughly.
+    With `most`, search the nearest keys only for the first ones, and less thoroughly.
     """
     found: dict[str, Waiting] = {}
     for one in waits:
@@ -88,13 +89,13 @@ def find_waiting(facts: Facts, ranks: Ranks, waits: list[Awaited], most: int | N
 
 
 def nearest_keys(keys: list[Key], wanted: list[str], numbered: int = COMPARISONS) -> dict[str, list[Key]]:
-    """Return for each wanted key the existing ones most like it, the nearest first. The first get more care.
+    """Return the most similar existing keys of each wanted key, nearest first. The first get more effort.
 
-    `numbered` is how many keys are compared by their numbers.
+    At most `numbered` keys are compared by their numbers.
     """
     known = {key.key: key for key in keys}
     search = Search(wanted, known.__contains__, lambda name: known[name].age or 0.0, numbered=numbered)
-    search.look(known)
+    search.add(known)
     while not search.compare():
         pass
     return {name: [known[near] for near in search.nearest(name)] for name in wanted}

@@ -1,6 +1,6 @@
-"""Keys that tell something: one key per rank, the counters of barriers, the IDs of NCCL.
+"""Names of keys with a known meaning: one key per rank, counters of barriers, IDs of NCCL.
 
-Knows how PyTorch, gloo and NCCL name keys, in their stored form. Must not know sessions.
+Knows how PyTorch, gloo and NCCL name keys, in stored form. Must not know sessions.
 """
 
 import re
@@ -21,17 +21,20 @@ _NCCL2: Final = re.compile(r"(.*/nccl_storekey_\d+)(?:_(\d+))?", re.DOTALL | re.
 _NCCL_ID: Final = re.compile(r"(.*UniqueNCCLID:)(\d+)", re.DOTALL | re.ASCII)
 
 _GLOO: Final = "//cpu//"
+"""Part of the keys that the ranks of a gloo group publish."""
+
 _GLOO_BYTES: Final = 154
-"""Bytes of what a rank of a gloo group publishes, besides eight for each member."""
+"""Bytes of the value of such a key, besides eight for each member."""
 
 _AGENTS: Final = "torchelastic/"
+"""Part of the keys of torchrun's agents."""
 
 RANKS_PER_ROOT: Final = 128
-"""NCCL's default: above so many ranks, each share of so many has a root."""
+"""NCCL's default number of ranks per root."""
 
 
 def nccl_id(key: str) -> tuple[str, int] | None:
-    """For the key of an ID that a root of NCCL publishes: which list of IDs, and the number of the root. Else None."""
+    """Return which list of IDs a key of an NCCL root belongs to, and the number of the root; None for other keys."""
     if "nccl_storekey_" not in key and "UniqueNCCLID:" not in key:
         return None
     found = _NCCL2.fullmatch(key)
@@ -42,36 +45,36 @@ def nccl_id(key: str) -> tuple[str, int] | None:
 
 
 def is_nccl_counter(key: str) -> bool:
-    """Return whether a key may be that of the ID of a group with one root, whose name counts communicators."""
+    """Return whether a key may hold the ID of an NCCL group with one root: its number counts communicators."""
     before, _, last = key.rpartition("/")
     return last.isdecimal() and before.endswith(("//cuda/", "/cuda"))
 
 
 def root_rank(index: int, ranks: int, roots: int) -> int:
-    """Return the rank that is the root number `index`: the first of its share, of which the larger ones come first."""
+    """Return the rank that is root `index`: the first one of its share of the ranks; larger shares come first."""
     share, larger = divmod(ranks, roots)
     return index * share + min(index, larger)
 
 
 def gloo_size(family: Family, value_bytes: int) -> int:
-    """Return the size of a gloo group by what one of its ranks has published; 0 if that is not known."""
+    """Return the size of a gloo group, from the size of a value that a rank has published; 0 if unknown."""
     members, rest = divmod(value_bytes - _GLOO_BYTES, 8)
     return members if _GLOO in family.before and not family.after and members > 0 and not rest else 0
 
 
 def names_ranks(family: Family) -> bool:
-    """Return whether the numbers of a family are surely ranks of the whole job."""
+    """Return whether the numbers of a family are certainly ranks of the whole job."""
     return family.before.endswith("/rank") and not family.after
 
 
 def may_name_ranks(family: Family) -> bool:
-    """Return whether the numbers may be ranks: those of torchrun's agents, and of NCCL's keys, are not."""
+    """Return whether the numbers of a family may be ranks: those of torchrun's agents and of NCCL are not."""
     return _AGENTS not in family.before and nccl_id(family.key(0)) is None and not is_nccl_counter(family.key(0))
 
 
 def opened_counter(key: str) -> str | None:
-    """Return the counter of the barrier that this key opens, if it is such a key."""
-    if key.endswith(_LAST):
+    """Return the counter of the barrier that this key opens; None if it opens none."""
+    if key.endswith(_LAST):  # one test that rules out most keys
         for last in _LAST:
             if key.endswith(last):
                 return key[: -len(last)] + _MEMBERS
@@ -81,5 +84,5 @@ def opened_counter(key: str) -> str | None:
 
 
 def is_for_agents(counter: str) -> bool:
-    """Return whether a barrier is one of torchrun's agents."""
+    """Return whether a counter is that of a barrier of torchrun's agents."""
     return _AGENTS in counter

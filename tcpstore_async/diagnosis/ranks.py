@@ -1,9 +1,9 @@
-"""Which rank a session belongs to, though PyTorch's clients never say it.
+"""Which rank a session belongs to, although PyTorch's clients do not send it.
 
-A rank is a process, with one session or several. Its number is known if its client says it, by its environment, or by
-the keys that only a rank of that number writes. Must not know what anybody waits for.
+A rank is a process with one or more sessions. Its number is known from its client's introduction, from its environment,
+or from the keys that only a rank of that number writes. Must not know what sessions wait for.
 
-Invariant: no two ranks have the same number; where the facts contradict each other, none of them is numbered.
+Invariant: no two ranks have the same number; where facts contradict each other, none of these ranks is numbered.
 """
 
 from collections import Counter, defaultdict
@@ -15,6 +15,7 @@ from typing import Final, cast
 import msgspec
 
 from ..base.addresses import format_address
+from ..base.coercion import parse_digits
 from ..base.errors import counted
 from ..observe.similar_keys import Family
 from .facts import Departed, Facts, Members, Process, Session, group_by_process
@@ -23,24 +24,24 @@ from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
 Environment = Mapping[str, str]
 
 _MOST_RANGES: Final = 32
-"""Ranges of numbers that a text has."""
+"""Most ranges in a text."""
 
 
 class Rank(msgspec.Struct, eq=False, gc=False):
-    """A process that is a rank, or may be. There may be a hundred thousand: a class of Python's takes twice as long."""
+    """A process that is a rank, or may be. There may be a hundred thousand: plain classes would take twice as long."""
 
     host: str
-    """Its name if it is known, else its address."""
+    """Its name if known, else its address."""
     pid: int | None
     peer: dict[str, str]
-    """What its client says of itself: all of its sessions have the same pid, and say the same rank."""
+    """The introduction of its client: all its sessions have the same pid and rank."""
     sessions: Sequence[Session]
-    """Those that are connected."""
+    """Its connected sessions."""
     departed: Sequence[Departed] = ()
-    """Those that are not."""
+    """Its departed sessions."""
     number: int | None = None
     source: str = ""
-    """How the number is known: `client`, `environment` or `keys`."""
+    """Where the number is from: `client`, `environment` or `keys`."""
 
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
@@ -49,14 +50,14 @@ class Rank(msgspec.Struct, eq=False, gc=False):
         return where if self.number is None else f"rank {self.number} ({where})"
 
     def waits(self) -> bool:
-        """Return whether one of its sessions waits."""
-        for session in self.sessions:  # any() would take twice as long, and there are a hundred thousand ranks
+        """Return whether any of its sessions waits."""
+        for session in self.sessions:  # any() takes twice as long, for each of many ranks
             if session.wait is not None:
                 return True
         return False
 
     def main_session(self) -> Session | None:
-        """Return the session that tells what it does: the one that has waited longest, else the one last used."""
+        """Return the session that shows what it does: the longest waiting one, else the last used."""
         waiting = [session for session in self.sessions if session.wait is not None]
         if waiting:
             return max(waiting, key=lambda session: session.idle)
@@ -64,26 +65,26 @@ class Rank(msgspec.Struct, eq=False, gc=False):
 
 
 class Ranks:
-    """The ranks of a job, as far as the facts tell."""
+    """The ranks of a job, as far as facts show them."""
 
     def __init__(self, facts: Facts, environments: Mapping[int, Environment], world_size: int | None) -> None:
-        """`environments` has those of processes on this machine, by the ids of their sessions."""
+        """`environments`, keyed by session id, are those of processes on the server's machine."""
         self.facts = facts
         self.families = facts.families
         self.all: list[Rank] = []
         self.by_session: dict[int, Rank] = {}
         self.by_number: dict[int, Rank] = {}
         self.claimed: dict[int, list[Rank]] = {}
-        """By number: several connected ranks that all claim it, so that none has it."""
+        """Connected ranks that claim the same number, so that none has it, keyed by number."""
         self.described: list[Rank] = []
-        """Those of which their client says something."""
+        """Ranks whose client has introduced itself."""
         self._make()
         self._environments = environments
         self.world_size = world_size or self._announced_size()
         self._number()
 
     def of(self, ids: Iterable[int]) -> set[Rank]:
-        """Return the ranks of some sessions, by their ids."""
+        """Return the ranks of sessions, given their ids."""
         found = set(map(self.by_session.get, ids))
         found.discard(None)
         return cast(set[Rank], found)
@@ -101,7 +102,7 @@ class Ranks:
             if len(found) > 1 or (left and process in left):
                 several.append((found, left.pop(process, ())))
                 continue
-            first = found[0]  # the common case, without a call
+            first = found[0]  # common: saves a call
             peer = first.peer
             rank = Rank((peer and peer.get("host")) or first.host, first.pid, peer, found)
             everyone.append(rank)
@@ -111,9 +112,9 @@ class Ranks:
                 by_session[first.id] = rank
         several += [((), departed) for departed in left.values()]
         ids = [[*[one.id for one in sessions], *[one.id for one in departed]] for sessions, departed in several]
-        deeds = self._deeds(set(chain.from_iterable(ids)))
+        actions = self._unique_actions(set(chain.from_iterable(ids)))
         for (sessions, departed), each in zip(several, ids, strict=True):
-            if _repeat([deeds.get(one, []) for one in each]):
+            if _overlap([actions.get(one, []) for one in each]):
                 for session in sessions:
                     self._add((session,), ())
                 for one in departed:
@@ -121,19 +122,19 @@ class Ranks:
             else:
                 self._add(sessions, departed)
 
-    def _deeds(self, ids: set[int]) -> dict[int, list[str]]:
-        """Return by session, for some, what a rank does only once: two sessions that did the same are two ranks."""
-        deeds: dict[int, list[str]] = defaultdict(list)
+    def _unique_actions(self, ids: set[int]) -> dict[int, list[str]]:
+        """Return, for some sessions, what a rank does only once: two sessions that did the same are two ranks."""
+        actions: dict[int, list[str]] = defaultdict(list)
         if not ids:
-            return deeds
+            return actions
         for counter in self.facts.counters.values():
             for one in ids.intersection(counter.members):
-                deeds[one].append(counter.key)
+                actions[one].append(counter.key)
         for family, members in self.families.items():
             if members.one_each:
                 for one in ids.intersection(members.writers.values()):
-                    deeds[one].append(str(family))
-        return deeds
+                    actions[one].append(str(family))
+        return actions
 
     def _add(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
         first = sessions[0] if sessions else departed[0]
@@ -153,23 +154,23 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all if self._environments else self.described:
-            number = _number_in(rank.peer.get("rank"))
+            number = parse_digits(rank.peer.get("rank"))
             if number is None:
-                number = _number_in(self._environment(rank).get("RANK"))
+                number = parse_digits(self._environment(rank).get("RANK"))
             if number is not None:
                 claims[number].append(rank)
         for number, ranks in claims.items():
-            if len(ranks) > 1:
+            if len(ranks) > 1:  # one that has left may have been replaced
                 ranks = [rank for rank in ranks if rank.sessions] or ranks
             if len(ranks) == 1:
                 rank = ranks[0]
                 rank.number = number
-                rank.source = "environment" if _number_in(rank.peer.get("rank")) is None else "client"
+                rank.source = "environment" if parse_digits(rank.peer.get("rank")) is None else "client"
                 self.by_number[number] = rank
             elif ranks[0].sessions:
                 self.claimed[number] = ranks
         if self.world_size is None and self._environments:
-            self.world_size = self._size_in_environments()
+            self.world_size = _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
             if len(self.by_number) == len(self.all):
                 return
@@ -177,7 +178,7 @@ class Ranks:
                 self._name_writers(members)
 
     def _name_writers(self, members: Members) -> None:
-        """Number those who wrote the keys of a family, unless what is known already contradicts it."""
+        """Number the writers of the keys of a family, unless that contradicts known numbers."""
         found = zip(members.writers, map(self.by_session.get, members.writers.values()), strict=True)
         known = {number: rank for number, rank in found if rank is not None}
         if len(set(known.values())) != len(known):
@@ -193,7 +194,7 @@ class Ranks:
         self.by_number.update(known)
 
     def _concerns_all(self, family: Family, members: Members) -> bool:
-        """Return whether the numbers in the keys are ranks of the whole job, not of one of its groups."""
+        """Return whether the numbers in the keys are ranks of the whole job, not of a group."""
         size = self.world_size
         if not may_name_ranks(family) or (size is not None and max(members.writers) >= size):
             return False
@@ -201,7 +202,7 @@ class Ranks:
             return True
         total = size or len([rank for rank in self.all if rank.sessions])
         if size_told := gloo_size(family, members.value_bytes):
-            return size_told >= total
+            return size_told >= total  # else ranks in a smaller group
         return 2 * len(members.writers) > total
 
     def _environment(self, rank: Rank) -> Environment:
@@ -222,13 +223,10 @@ class Ranks:
         sessions = chain.from_iterable([rank.sessions for rank in self.described])
         return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
 
-    def _size_in_environments(self) -> int | None:
-        return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
-
-def _repeat(deeds: list[list[str]]) -> bool:
+def _overlap(actions: list[list[str]]) -> bool:
     """Return whether two of these sessions did the same."""
-    done = [deed for each in deeds for deed in set(each)]
+    done = [action for each in actions for action in set(each)]
     return len(set(done)) < len(done)
 
 
@@ -236,22 +234,17 @@ def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
     return names_ranks(family), gloo_size(family, members.value_bytes) > 0, len(members.writers)
 
 
-def _number_in(text: str | None) -> int | None:
-    """Return the number that a text is."""
-    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 10 else None
-
-
 def _most_common(texts: "Counter[str | None]") -> int | None:
-    """Return the number that most of these texts are."""
+    """Return the most frequent number among texts, given with their counts."""
     sizes: Counter[int | None] = Counter()
     for text, count in texts.items():
-        sizes[_number_in(text)] += count
+        sizes[parse_digits(text)] += count
     sizes.pop(None, None)
     return sizes.most_common(1)[0][0] if sizes else None
 
 
 def number_ranges(numbers: Iterable[int], dash: str = "-") -> str:
-    """Return numbers as text, consecutive ones as ranges, and how many ranges were left out."""
+    """Return numbers as text: ranges where consecutive, and the number of further ranges."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

@@ -1,6 +1,6 @@
-"""What follows from the counters of a server, and from looking at them twice: rates, quantiles.
+"""Decodes a server's counters, and computes rates and quantiles from them.
 
-Knows the format (`server/admin.py`, `observe/statistics.py`). Must not know sockets, nor how anything is printed.
+Knows the format (`server/admin.py`, `observe/statistics.py`). Must not know sockets or output.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class Histogram(msgspec.Struct):
     """A distribution of seconds."""
 
     bounds: list[float]
-    """The upper bounds of the buckets, but for the last one, which has none."""
+    """Upper bounds of all buckets but the last, which has none."""
     counts: list[int]
     sum: float
 
@@ -26,16 +26,16 @@ class Histogram(msgspec.Struct):
             raise ValueError("a histogram needs one more bucket than bounds")
 
     def since(self, before: "Histogram") -> "Histogram":
-        """Return what has been added since another look."""
+        """Return what was added since an earlier look."""
         if self.bounds != before.bounds:
             return self
         counts = [max(0, now - then) for now, then in zip(self.counts, before.counts, strict=True)]
         return Histogram(self.bounds, counts, max(0.0, self.sum - before.sum))
 
     def quantile(self, share: float) -> float | None:
-        """Return the seconds that this share of all is below, interpolated within a bucket; None if there is nothing.
+        """Return the seconds that this share of the samples is below, interpolated in its bucket; None without samples.
 
-        What is above all bounds counts as the last bound.
+        A sample above all bounds counts as the last bound.
         """
         total = sum(self.counts)
         if not total:
@@ -123,7 +123,7 @@ class Stats(msgspec.Struct, rename={"turn_times": "turns"}):
 
 
 class Wait(msgspec.Struct):
-    """Something that has been waited for long, and who has waited longest."""
+    """A long wait: the awaited key, and the client that has waited longest."""
 
     key: str
     waiting: int
@@ -135,7 +135,7 @@ class Wait(msgspec.Struct):
     pid: int | None = None
     peer: dict[str, str] = {}
     store: str | None = None
-    """The name of the store, if it has one."""
+    """The name of the store; None for the unnamed one."""
 
 
 class Key(msgspec.Struct, array_like=True):
@@ -153,14 +153,14 @@ class _Line(Line):
 
 
 class Look(NamedTuple):
-    """What a server has replied to one request for its numbers."""
+    """A server's reply to one request for its numbers."""
 
     server: dict[str, Any]
     stats: Stats
     waits: list[Wait]
     largest: list[Key]
     oldest: list[NamedStore]
-    """The oldest of the stores with names; `others` sums up the rest."""
+    """The oldest named stores; `others` sums up the rest."""
     others: OtherStores
 
 
@@ -181,7 +181,7 @@ def read_look(lines: Iterable[bytes]) -> Look:
 
 
 class Interval(msgspec.Struct):
-    """What has happened between two looks at a server; rates are per second of its clock."""
+    """What happened between two looks at a server; rates are per second of its clock."""
 
     time: float
     seconds: float
@@ -189,29 +189,29 @@ class Interval(msgspec.Struct):
     sessions: int
     waiting: int
     joined: int
-    """Ranks."""
+    """Ranks that have joined."""
     ops: float
     """Commands executed."""
     keys: int
     bytes: int
-    """Of the budget."""
+    """Bytes of the budget in use."""
     p99: float | None
-    """Of the service time; None if nothing was timed."""
+    """99th percentile of the service time in seconds; None if nothing was timed."""
     lag: float | None
-    """The worst lag of the loop; None if none was measured."""
+    """Worst lag of the loop in seconds; None if none was measured."""
     accept_queue: int | None
     received: float
-    """Bytes."""
+    """Bytes received."""
     sent: float
-    """Bytes."""
+    """Bytes sent."""
     cpu: float
     """Share of one processor."""
     commands: dict[str, float]
-    """Those that were executed, by name, the most frequent first."""
+    """Rates of the executed commands by name, most frequent first."""
 
 
 def between(before: Stats, after: Stats) -> Interval:
-    """Return what has happened between two looks, or since the start of a server that was started in between."""
+    """Return what happened between two looks, or since the server's start if it was restarted in between."""
     restarted = after.uptime < before.uptime
     seconds = max(1e-6, after.uptime if restarted else round(after.uptime - before.uptime, 3))
 

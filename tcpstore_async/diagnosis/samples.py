@@ -1,6 +1,6 @@
-"""Samples of the commands that a server executes, as its admin socket sends them.
+"""Decodes the samples of commands that the admin socket sends.
 
-Knows the format (`observe/monitor.py`). Must not know sockets, nor how anything is printed.
+Knows the format (`observe/monitor.py`). Must not know sockets or output.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,13 +21,13 @@ class Sample(msgspec.Struct, array_like=True):
     rank: str | None
     command: str
     key: str | None
-    """The first one, stored form."""
+    """The first key, in stored form."""
     keys: int
     size: int
     """Bytes of its values."""
     value: str | None
     store: str | None = None
-    """The name of the store, if it has one."""
+    """The name of its store; None for the unnamed one."""
 
 
 class Portion(Line):
@@ -37,7 +37,7 @@ class Portion(Line):
     seen: int = 0
     """Commands so far."""
     dropped: int = 0
-    """Samples so far that were not sent, because they were not read in time."""
+    """Samples so far that were dropped, because they were not read in time."""
 
 
 def read_samples(lines: Iterable[bytes]) -> Iterator[Portion]:

@@ -1,1 +1,1 @@
-"""What is known about a running store, for those who look in."""
+"""Facts about the sessions and keys of a running store."""

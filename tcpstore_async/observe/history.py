@@ -1,13 +1,12 @@
-"""What a server remembers of its sessions for those who look into it: who wrote which key, who has come to a barrier.
+"""History of a store's sessions, for inspection: who last wrote each key, and who has arrived at each barrier.
 
-A store that is observed (`Store.observe`) reports each command that writes. When a session was last heard, whether
-it has joined and which BARRIER it is in, the session itself knows; the history keeps it of those who leave. This module
-knows commands by the names of their methods, and must not know sockets, nor what is stored. It reads no clock: whoever
-runs the server sets `now`.
+An observed store (`Store.observe`) reports each command that writes. A session itself knows when it was last heard,
+whether it has joined and which BARRIER it is in; the history keeps this for sessions that have left. Knows commands by
+the names of their methods; must not know sockets, nor what is stored. It reads no clock: the server sets `now`.
 
-Invariants: what a peer is sent does not depend on whether there is a history. Everything remembered is counted in the
-budget, and bounded: the older part is forgotten when it is too much, and those who come to barriers are not noted any
-more. A session that has left and is named by what is remembered is counted, too.
+Invariants: what a peer is sent does not depend on whether there is a history. Everything remembered, and
+departed sessions that it refers to, are counted in the budget and bounded: beyond the history's share, the older part
+is forgotten, and arrivals at barriers are not noted.
 """
 
 from collections.abc import Iterator
@@ -21,47 +20,47 @@ from ..session.peer import Peer
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..wire.codecs import Handler
-from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
+from ..wire.commands import BY_METHOD, MUTATES, STORES, WORKERS_KEY, Command
 from ..wire.values import Framed
 
 MOST_BYTES: Final = 256 * 1024 * 1024
+"""Most bytes counted for one history."""
+
 _SHARE: Final = 32
-"""At most 1/32 of the budget is for the history."""
+"""A history also has at most 1/32 of the budget."""
 
 _KEY_BYTES: Final = 256
-"""Bytes counted for what is known about one key, besides the key."""
+"""Bytes counted for the last write to a key, besides the key."""
 
 _DEPARTED_BYTES: Final = 640
-"""Bytes counted for a session that has left, besides its introduction."""
+"""Bytes counted for a departed session, besides its introduction."""
 
 _BARRIER_BYTES: Final = 512
 """Bytes counted for a barrier, besides its counter."""
 
 _MEMBER_BYTES: Final = 96
-"""Bytes counted for one that has come to a barrier."""
-
-_R: Final = ord("r")
-_S: Final = ord("s")
-"""The last bytes of keys that open barriers."""
+"""Bytes counted for one arrival at a barrier."""
 
 _OPENERS: Final = (
     (BARRIER_LAST, BARRIER_MEMBERS),
     (COLLECTIVE_LAST, BARRIER_MEMBERS),
     (GROUP_BARRIER_LAST, b""),
 )
-"""Suffixes of keys that open barriers, and those of their counters."""
+"""Suffixes of keys that open barriers, and of their counters."""
+
+_OPENERS_END: Final = b"rs"
+"""Last bytes of these suffixes: a cheap test that rules out most keys."""
 
 _MOST_ITEMS: Final = 1000
-"""Pairs of one MULTI_SET that are noted, lest a long one holds the loop."""
-
+"""Pairs of one MULTI_SET that are noted, so that a long one does not hold the loop."""
 
 _RECORDED: Final = frozenset(
     ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "cancel_wait")
 )
-"""Methods of which something is noted that their rows do not tell."""
+"""Methods that are noted in their own way, which their rows do not imply."""
 
 _NO_VALUES: Final = frozenset(("queue_push", "queue_pop", "lease", "lease_later", "meet", "attend"))
-"""Methods that change what is stored under a key, but no value."""
+"""Methods that change what is stored, but no value."""
 
 
 def counter_of(key: bytes) -> bytes:
@@ -73,14 +72,14 @@ def counter_of(key: bytes) -> bytes:
 
 
 class Barrier:
-    """Those who have come to a barrier that is not open, as far as their sessions do not tell."""
+    """Arrivals at a barrier that is not open, other than those that sessions know themselves."""
 
     def __init__(self) -> None:
         self.members: set[int] = set()
-        """Serial numbers of those who have added 1 to its counter; for BARRIER and joins, of those who have left or
-        given up."""
+        """Serial numbers of the sessions that added 1 to its counter; for BARRIER and joins, of those that have left or
+        canceled."""
         self.recent = True
-        """Whether somebody has come since the history last forgot something."""
+        """Whether there was an arrival since the history last forgot something."""
 
 
 class Write:
@@ -89,22 +88,22 @@ class Write:
     def __init__(self, key: bytes, at: float) -> None:
         self.key: bytes = key
         self.by: Peer | None = None
-        """Who wrote it, which may have left."""
+        """The session that wrote it, which may have left."""
         self.at: float = at
-        """In seconds of the server's clock."""
+        """Time of the write, in seconds of the server's clock."""
         self.barrier: Barrier | None = None
         """The barrier whose counter it is, unless it is open."""
 
 
 _NOTHING: Final = Write(b"", NEVER)
-"""In place of a write: no session has written it."""
+"""Placeholder for `_last`: no session has written it."""
 
 
 class History(Observer):
-    """What is remembered of the sessions of one store."""
+    """The history of one store: last writes, arrivals at barriers, departed sessions."""
 
     def __init__(self, store: Store, most_bytes: int = MOST_BYTES, last_serial: int = 0) -> None:
-        """`most_bytes` may be counted for it in the budget, and no more than its share.
+        """Remember as much as `most_bytes`, or its share of the budget if that is less.
 
         Serial numbers of sessions begin after `last_serial`.
         """
@@ -112,38 +111,38 @@ class History(Observer):
         self.store = store
         self.keyspace = store.keyspace
         self.held: int = 0
-        """Bytes counted for all of it."""
+        """Bytes counted for the whole history."""
         self.barriers: dict[bytes, Barrier] = {}
-        """By counter."""
+        """Keyed by counter."""
         most = min(most_bytes, store.budget.limit // _SHARE)
         self._most_in_barriers: int = most // 4
         self._in_barriers: int = 0
         """Bytes counted for `barriers`."""
         self._capacity: int = (most - self._most_in_barriers) // 2
-        """Bytes counted for what is young above which that becomes old, and what is old is forgotten."""
+        """Bytes of the young part above which it becomes the old part, and the old part is forgotten."""
         self._young: dict[bytes, Write] = {}
         self._old: dict[bytes, Write] = {}
         self._last: Write = _NOTHING
-        """The one that was noted last, if it is young: a client that sends many requests at once often writes one key.
-        That costs as much as if nothing were noted, because the key is found by its identity."""
+        """Last write noted, if it is young. Repeated writes to one key then skip the dict look-up, and cost as much as
+        without a history."""
         self._young_departed: list[ServerSession] = []
-        """Sessions that have left. They are forgotten with what they wrote, or later."""
+        """Departed sessions, which are forgotten with what they wrote, or later."""
         self._old_departed: list[ServerSession] = []
         self._young_bytes: int = 0
         self._old_bytes: int = 0
         self._last_serial: int = last_serial
         self._joined: tuple[bytes, bytes] | None = (WORKERS_KEY, b"")
-        """In place of counter and token, for sessions that have joined with ADD; no token is empty. One for all of
-        them: of a constant, compiled code makes a new one each time."""
+        """Counter and token of sessions that have joined with ADD; no real token is empty. It is an attribute, because
+        compiled code would make a new tuple for each session from a constant."""
         self._joining = Barrier()
-        """Stands for the counter of ranks that join. It has no members: each session knows whether it has joined."""
+        """Barrier of the counter of joined ranks. It has no members: each session knows whether it has joined."""
 
     # Called by sessions
 
     def leaves(self, session: Holder) -> None:
-        """Keep a session that is about to leave, if it is named anywhere."""
+        """Keep a session that is about to leave, if anything refers to it."""
         if not isinstance(session, ServerSession) or session.heard_at == NEVER:
-            return
+            return  # it has sent nothing, or has left already
         session.heard_at = NEVER
         if session.joined is not None:
             self._enter(self._barrier(session.joined[0]), session)
@@ -156,7 +155,7 @@ class History(Observer):
     def dispose(self) -> tuple[list[dict[bytes, Any]], list[list[Any]]]:
         """Forget everything, as the store has ended; return what may be long, to be freed in portions.
 
-        A session is named here, and its last command refers to what names it. Nothing else breaks that cycle.
+        This breaks the cycle between sessions, which are referred to here, and their slots, which refer to this.
         """
         self._count(-self.held)
         found = [self._young, self._old], [self._young_departed, self._old_departed]
@@ -165,38 +164,36 @@ class History(Observer):
         self.barriers.clear()
         return found
 
-    # Called by whoever looks
+    # For inspection
 
-    def write(self, key: bytes) -> Write | None:
-        """Return what is known of the last write to a key."""
+    def last_write(self, key: bytes) -> Write | None:
+        """Return the last write to a key, if it is known."""
         write = self._young.get(key)
         return self._old.get(key) if write is None else write
 
     def serial(self, session: Peer) -> int:
-        """Return the serial number of a session, which no other session of this store ever has."""
+        """Return the serial number of a session, unique in this store; assign it on first use."""
         if session.serial == 0:
             self._last_serial += 1
             session.serial = self._last_serial
         return session.serial
 
     def departed(self) -> list[ServerSession]:
-        """Return the sessions that have left and may be named. `heard_at` is NEVER for them."""
+        """Return the departed sessions that may be referred to. Their `heard_at` is NEVER."""
         return self._old_departed + self._young_departed
 
     def sessions(self, portion: int) -> Iterator[list[ServerSession]]:
-        """Yield portions of the sessions that are connected and have been heard, then of those that have left."""
+        """Yield portions of the connected sessions that have been heard, then of the departed ones."""
         holders = list(self.store.budget.holders)
         for at in range(0, len(holders), portion):
-            yield [one for one in holders[at : at + portion] if isinstance(one, ServerSession) and self._knows(one)]
+            found = [one for one in holders[at : at + portion] if isinstance(one, ServerSession)]
+            yield [one for one in found if one.store is self.store and one.heard_at != NEVER]
         departed = self.departed()
         for at in range(0, len(departed), portion):
             yield departed[at : at + portion]
 
-    def _knows(self, session: ServerSession) -> bool:
-        return session.store is self.store and session.heard_at != NEVER
-
     def members(self, counter: bytes, found: list[ServerSession], portion: int) -> Iterator[None]:
-        """Append to `found` those who have come to a barrier or joined, looking at so many sessions in each step."""
+        """Append to `found` the sessions that have arrived at a barrier or joined; each step examines `portion`."""
         barrier = self.barriers.get(counter)
         noted: set[int] = set() if barrier is None else barrier.members
         for sessions in self.sessions(portion):
@@ -211,16 +208,16 @@ class History(Observer):
     # Commands
 
     def recorded(self, method: str, call: Handler) -> Handler:
-        """Return `call`, which executes the command with this method, or a function that also notes what it has done.
+        """Return `call`, which executes the command with this method, or a function that also notes its effect.
 
-        Nothing is noted of a command that raises. The keyspace's own methods are called without a detour.
+        Nothing is noted of a command that raises. The keyspace's own methods are called without an indirection.
         """
         if method not in _RECORDED:
             command = BY_METHOD[method]
-            if not command.mutates or method in _NO_VALUES:
+            if not command.flags & MUTATES or method in _NO_VALUES:
                 return call
             return lambda *fields: self._changed(command, command.request.keys(fields), call(*fields))
-        if getattr(call, "__self__", None) is self.keyspace:
+        if getattr(call, "__self__", None) is self.keyspace:  # the usual case, without an indirection
             if method == "set":
                 return self._set
             if method == "add":
@@ -245,14 +242,14 @@ class History(Observer):
     def _set(self, key: bytes, value: Framed) -> None:
         last = self._last
         if last.by is self.store.serving and key == last.key:
-            self.keyspace.set(last.key, value)  # that key, as its hash is known
+            self.keyspace.set(last.key, value)  # the same key, whose hash is cached
             last.at = self.now
             return
         self.keyspace.set(key, value)
         write = self._young.get(key)
         if write is None or write.by is not self.store.serving:
             self._note(key, False)
-        else:  # the common case, without a call
+        else:  # common: saves a call
             write.at = self.now
             self._last = write
 
@@ -281,7 +278,7 @@ class History(Observer):
         session = self.store.serving
         assert session is not None
         if not self.keyspace.barrier(session, key, world_size):
-            return False  # that it has come, the session knows
+            return False  # the session itself knows of its arrival
         self._entered(key, True)
         return True
 
@@ -303,7 +300,7 @@ class History(Observer):
         if amount:
             write = self._note(key, True)
             if write.barrier is not None and amount == 1:
-                self._come(write.barrier)
+                self._arrive(write.barrier)
         return result
 
     def _entered(self, key: bytes, result: Any) -> Any:
@@ -313,17 +310,17 @@ class History(Observer):
         return result
 
     def _changed(self, command: Command, keys: list[bytes], result: Any) -> Any:
-        """Note what a command has done to values, as far as its row tells."""
+        """Note what a command has done to values, as far as its row implies it."""
         for key in keys[:_MOST_ITEMS]:
             if key not in self.keyspace.values:
                 self._deleted(key, None)
-            elif command.stores:
+            elif command.flags & STORES:
                 self._note(key, False)
         return result
 
     def _canceled(self, call: Handler) -> Any:
         session = self.store.serving
-        barrier = None if session is None else session.barrier
+        barrier = None if session is None else session.barrier  # the cancel makes the session forget it
         result = call()
         if session is not None and barrier is not None:
             self._enter(self._barrier(barrier), session)
@@ -345,7 +342,7 @@ class History(Observer):
     # Keys
 
     def _note(self, key: bytes, counts: bool) -> Write:
-        """Note that the session that is being served has written a key, or counted there."""
+        """Note that the session being served has written a key, or counted there."""
         write = self._young.get(key)
         if write is None:
             write = self._remember(key, counts)
@@ -359,7 +356,7 @@ class History(Observer):
         return write
 
     def _remember(self, key: bytes, counts: bool) -> Write:
-        """Add a key that is new, or was written long ago."""
+        """Add a write to a key that is new, or whose last write is old."""
         self._grow(_KEY_BYTES + len(key))
         write = self._young[key] = Write(key, self.now)
         if counts:
@@ -367,12 +364,12 @@ class History(Observer):
                 write.barrier = self._joining
             elif GROUP_BARRIER in key or key.endswith(BARRIER_MEMBERS):
                 write.barrier = self._barrier(key)
-        elif key and key[-1] in (_R, _S):
-            self._note_opening(key)
+        elif key and key[-1] in _OPENERS_END and (counter := counter_of(key)):
+            self._forget_barrier(counter)
         return write
 
     def _grow(self, size: int) -> None:
-        """Count so many bytes more of what is young, for what is added next."""
+        """Make room in the young part, and count bytes for what is added next."""
         if self._young_bytes >= self._capacity:
             self._forget_old()
         self._young_bytes += size
@@ -383,7 +380,7 @@ class History(Observer):
         self.store.budget.charge(size)
 
     def _forget_old(self) -> None:
-        """Forget what was not used since there was half as much."""
+        """Forget the old part, and let the young one become old."""
         old = self._old
         departed = self._old_departed
         self._count(-self._old_bytes)
@@ -411,14 +408,8 @@ class History(Observer):
 
     # Barriers
 
-    def _note_opening(self, key: bytes) -> None:
-        """Forget who came to a barrier if this key opens it."""
-        counter = counter_of(key)
-        if counter:
-            self._forget_barrier(counter)
-
-    def _come(self, barrier: Barrier) -> None:
-        """Note that the session that is being served has added 1 to the counter of a barrier, or has joined."""
+    def _arrive(self, barrier: Barrier) -> None:
+        """Note that the session being served has added 1 to the counter of a barrier, or has joined."""
         session = self.store.serving
         if session is None:
             return
@@ -428,7 +419,7 @@ class History(Observer):
             session.joined = self._joined
 
     def _barrier(self, counter: bytes) -> Barrier | None:
-        """Return the barrier with this counter; None if there are too many."""
+        """Return the barrier with this counter, created if necessary; None if there are too many."""
         barrier = self.barriers.get(counter)
         size = _BARRIER_BYTES + len(counter)
         if barrier is None and self._in_barriers + size <= self._most_in_barriers:
@@ -438,7 +429,7 @@ class History(Observer):
         return barrier
 
     def _enter(self, barrier: Barrier | None, session: Peer) -> None:
-        """Note that a session has come to a barrier."""
+        """Note that a session has arrived at a barrier."""
         if barrier is None or self._in_barriers + _MEMBER_BYTES > self._most_in_barriers:
             return
         members = barrier.members
@@ -450,7 +441,7 @@ class History(Observer):
         barrier.recent = True
 
     def _age_barrier(self, counter: bytes) -> None:
-        """Forget a barrier unless somebody has come since this was last called."""
+        """Forget a barrier unless there was an arrival since this was last called."""
         barrier = self.barriers.get(counter)
         if barrier is None:
             return
@@ -460,7 +451,7 @@ class History(Observer):
             self._forget_barrier(counter)
 
     def _forget_barrier(self, counter: bytes) -> None:
-        """Forget who came to a barrier that is open now, so that nobody is missing, or whose counter is deleted."""
+        """Forget the arrivals at a barrier that is open, so that no rank is missing, or whose counter is deleted."""
         barrier = self.barriers.pop(counter, None)
         if barrier is None:
             return
@@ -468,11 +459,11 @@ class History(Observer):
         self._in_barriers -= size
         self._count(-size)
         write = self._young.get(counter)
-        if write is not None:
+        if write is not None:  # the barrier is open: later ADDs are not arrivals
             write.barrier = None
 
 
 def history_of(store: Store) -> History | None:
-    """Return what is remembered of the sessions of a store, if it is observed."""
+    """Return the history of a store, if it is observed."""
     observer = store.observer
     return observer if isinstance(observer, History) else None

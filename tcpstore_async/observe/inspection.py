@@ -1,13 +1,14 @@
-"""What is known about the sessions and keys of a store, in portions, for those who look into a running server.
+"""Facts about the sessions and keys of a store, in portions, for the admin socket.
 
-Only facts: who is connected, what each session waits for, which keys there are, who has come to which barrier. What
-follows from them is worked out by whoever asked (`diagnosis/`). Without I/O, and nothing here changes anything.
+Who is connected, what each session waits for, which keys there are, who has arrived at which barrier. Conclusions are
+drawn where the facts are read (`diagnosis/`). Performs no I/O and changes nothing.
 
-Invariants: between two portions anything may happen; a session or key that was there all the time is in one of them. A
+Invariants: between two portions anything may happen; a session or key that is there all the time is in one of them. A
 portion takes no longer than a command with as many keys. Text of peers is passed on as text.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from ..base.errors import ProtocolError
@@ -25,19 +26,19 @@ from ..wire.values import read_length
 from .history import History, history_of
 
 PORTION: Final = 50
-"""Sessions, or keys, of one portion: a tenth of a millisecond, compiled, which is a fraction of a busy loop's turn."""
+"""Sessions, or keys, of one portion: 0.1 ms, compiled, a fraction of a busy loop's iteration."""
 
 _LONG: Final = 256
-"""Bytes of a key that count as much as another key."""
+"""Bytes of a key that count as one more key of a portion."""
 
 _MOST_AWAITED: Final = 1024
-"""Keys that are listed of those which one session waits for by itself."""
+"""Keys listed for a session that waits alone."""
 
 _NUMBERS: Final = 10 * PORTION
-"""Members of a barrier in one portion: each is a number only."""
+"""Members of a barrier, or sessions examined for them, in one portion: each is only a number."""
 
 _SUMMED: Final = ("joined", "expected", "sessions", "keys", "bytes")
-"""Of stores that are not listed."""
+"""Fields summed over stores that are not listed."""
 
 Fact = dict[str, Any]
 
@@ -48,9 +49,9 @@ class Inspection:
     def __init__(
         self, store: Store, history: History, now: float, everyone: bool = False, named: NamedStores | None = None
     ) -> None:
-        """`now` is the time of the server's clock, to which ages refer; `named` are its stores with names.
+        """Look at `now`, the time of the server's clock; `named` has the named stores.
 
-        With `everyone`, sessions are those of all stores of the server.
+        With `everyone`, include the sessions of all stores of the server.
         """
         self.named = named
         self.everyone = everyone
@@ -58,12 +59,12 @@ class Inspection:
         self.history = history
         self.now = now
         self._departed: dict[int, Peer] = {}
-        """By serial number: sessions that have left, and are named by what follows."""
+        """Departed sessions that the next portion refers to, keyed by serial number."""
         self._groups: set[int] = set()
-        """The groups of waiters that have been described."""
+        """Groups of waiters already described."""
 
     def summary(self) -> Fact:
-        """Return what is known of the server as a whole."""
+        """Return totals of the server."""
         store = self.store
         return {
             "sessions": len(store.budget.holders),
@@ -73,12 +74,13 @@ class Inspection:
         }
 
     def sessions(self) -> Iterator[Fact]:
-        """Yield portions of the sessions, and of the groups of waiters that they are in."""
+        """Yield portions of the sessions, and of the groups in which they wait."""
         found: list[Fact] = []
         groups: list[Fact] = []
         weight = 0
         holders = self.store.budget.holders
         for holder in list(holders):
+            # It may have left since the last portion.
             if not isinstance(holder, ServerSession) or holder not in holders:
                 continue
             if holder.store is not self.store and not self.everyone:
@@ -98,7 +100,7 @@ class Inspection:
             yield {"groups": groups, "sessions": found}
 
     def stores(self) -> Iterator[Fact]:
-        """Yield the stores with names, those included that have ended and that sessions are still in, in portions."""
+        """Yield portions of the named stores, including ended ones that sessions are still in."""
         named = self.named
         found: list[Fact] = []
         if named is not None:
@@ -111,9 +113,9 @@ class Inspection:
             yield {"stores": found}
 
     def oldest_stores(self, most: int) -> Iterator[Fact]:
-        """Yield empty portions, and at last the oldest stores with names, and sums over the others.
+        """Yield empty portions, and finally the `most` oldest named stores, and sums over the others.
 
-        Whatever comes and goes, a store that is among the oldest stays there until it ends.
+        A store that is among the oldest stays there until it ends.
         """
         named = self.named
         stores = [] if named is None else list(named.stores.values())
@@ -146,35 +148,29 @@ class Inspection:
     def keys(self) -> Iterator[Fact]:
         """Yield portions of the keys: key, bytes of its value, age of its last write and the session that wrote it.
 
-        The last two are None if they are not known. Queues follow, with 0 bytes.
+        The last two are None if unknown. Queues follow, with 0 bytes.
         """
         keyspace = self.store.keyspace
         found: list[list[Any]] = []
         weight = 0
-        for key in list(keyspace.values):
-            value = keyspace.values.get(key)
-            if value is None:
-                continue
-            found.append(self._key(key, read_length(value)))
-            weight += 1 + len(key) // _LONG
-            if weight >= PORTION:
-                yield self._with_departed({"keys": found})
-                found, weight = [], 0
-        for key in list(keyspace.queues):
-            if key not in keyspace.queues:
-                continue
-            found.append(self._key(key, 0))
-            weight += 1 + len(key) // _LONG
-            if weight >= PORTION:
-                yield self._with_departed({"keys": found})
-                found, weight = [], 0
+        for stored in (keyspace.values, keyspace.queues):
+            for key in list(stored):
+                value = stored.get(key)
+                if value is None:  # deleted since the previous portion
+                    continue
+                size = 0 if isinstance(value, deque) else read_length(value)
+                found.append([readable(key), size, *self._last_write(key)])
+                weight += 1 + len(key) // _LONG
+                if weight >= PORTION:
+                    yield self._with_departed({"keys": found})
+                    found, weight = [], 0
         if found:
             yield self._with_departed({"keys": found})
 
     def counters(self) -> Iterator[Fact]:
-        """Yield the counters of barriers that are not complete, and who has counted there, in portions.
+        """Yield portions of the counters of incomplete barriers, with the sessions that have counted there.
 
-        Some are empty: looking for those who are in a barrier takes more than one.
+        Some portions are empty, because all sessions are examined for the barriers that they are in.
         """
         keyspace = self.store.keyspace
         holders = self.store.budget.holders
@@ -189,7 +185,7 @@ class Inspection:
                 weight = 0
             if not isinstance(holder, ServerSession) or holder.store is not self.store:
                 continue
-            if holder not in holders:
+            if holder not in holders:  # departed: the history has its arrivals
                 left[holder.serial] = holder
                 continue
             if holder.joined is not None:
@@ -200,9 +196,9 @@ class Inspection:
         for key in list({**self.history.barriers, **members}):
             if key not in keyspace.values:
                 continue
-            number = _number(keyspace, key)
+            number = counter_value(keyspace, key)
             size = sizes.get(key, 0)
-            if 0 < size <= number:
+            if 0 < size <= number:  # complete
                 continue
             barrier = self.history.barriers.get(key)
             found = members.get(key, [])
@@ -253,27 +249,21 @@ class Inspection:
         return fact
 
     def _wait(self, session: ServerSession, groups: list[Fact]) -> Fact:
-        wait: Fact = {"for": AWAITED[session.state], "keys": []}
         group = session.group
-        if session.barrier is not None:
-            wait.update({"for": "barrier", "keys": [readable(session.barrier)]})
-        elif isinstance(group, Counter):
-            wait["keys"] = [readable(group.key)]
-            wait["target"] = session.number
-        elif isinstance(group, SharedWait):
-            wait["group"] = id(group)
+        kind = AWAITED[session.state] if session.barrier is None else "barrier"
+        if isinstance(group, SharedWait):  # its keys are in the fact about the group
             if id(group) not in self._groups:
                 self._groups.add(id(group))
                 missing = [] if group.parked is None else [readable(key) for key in group.parked]
                 listed = [] if group.listed is None else [readable(key) for key in group.listed.keys]
                 groups.append({"id": id(group), "keys": missing, "all": listed})
-        elif session.state == AWAITING_KEYS:
-            keys = self._registered(session)
-            wait["keys"] = [readable(key) for key in keys[:_MOST_AWAITED]]
-            if len(keys) > _MOST_AWAITED:
-                wait["more"] = len(keys) - _MOST_AWAITED
-        elif session.awaited:
-            wait["keys"] = [readable(session.awaited)]
+            return {"for": kind, "keys": [], "group": id(group)}
+        keys = self._registered(session) if kind == "keys" else list(awaited_keys(session))
+        wait: Fact = {"for": kind, "keys": [readable(key) for key in keys[:_MOST_AWAITED]]}
+        if len(keys) > _MOST_AWAITED:
+            wait["more"] = len(keys) - _MOST_AWAITED
+        if isinstance(group, Counter):
+            wait["target"] = session.number
         return wait
 
     def _registered(self, session: ServerSession) -> list[bytes]:
@@ -281,27 +271,23 @@ class Inspection:
         waiters = session.store.keyspace.waiters
         return [key for key in session.parked or () if session in waiters.get(key, ())]
 
-    def _key(self, key: bytes, stored: int) -> list[Any]:
-        age, by = self._last_write(key)
-        return [readable(key), stored, age, by]
-
     def _last_write(self, key: bytes) -> tuple[float | None, int | None]:
-        """Return how long ago a key was last written, and by which session; None if that is not known."""
-        write = self.history.write(key)
+        """Return the age of the last write to a key, and the session that made it; None if unknown."""
+        write = self.history.last_write(key)
         at = NEVER if write is None else write.at
         by = None if write is None else write.by
         waiting = self.store.keyspace.waiters.get(key)
         if waiting:
             last = next(reversed(waiting))
             if isinstance(last, ServerSession) and last.barrier == key and last.heard_at > at:
-                at = last.heard_at  # whoever enters a barrier writes its counter
+                at = last.heard_at  # entering a barrier writes its counter
                 by = last
         if at == NEVER:
             return None, None
         return self._age(at), None if by is None else self._name(by)
 
     def _name(self, session: Peer) -> int:
-        """Return the serial number of a session, and describe it in this portion if it has left."""
+        """Return the serial number of a session; if it has left, have the next portion describe it."""
         serial = self.history.serial(session)
         if session.heard_at == NEVER:
             self._departed[serial] = session
@@ -310,25 +296,38 @@ class Inspection:
     def _with_departed(self, fact: Fact) -> Fact:
         departed: list[Fact] = []
         for serial, session in self._departed.items():
-            departed.append({
-                "id": serial,
-                "host": session.host,
-                "port": session.port,
-                "pid": None if session.pid == NO_PID else session.pid,
-                "peer": session.peer,
-            })  # fmt: skip
+            departed.append({"id": serial, **client_of(session)})
         self._departed.clear()
         if departed:
             fact["departed"] = departed
         return fact
 
     def _age(self, at: float) -> float:
-        """Return how long ago that was, to a millisecond: `round` would take a third of the time of a whole fact."""
+        """Return the seconds since `at`, to a millisecond: `round` would take a third of the time of a whole fact."""
         milliseconds = int((self.now - at) * 1000.0 + 0.5)
         return milliseconds / 1000.0 if milliseconds > 0 else 0.0
 
 
-def _number(keyspace: Keyspace, key: bytes) -> int:
+def awaited_keys(session: ServerSession) -> Collection[bytes]:
+    """Return the keys that a session waits for, possibly with stale registrations; for ENTER, the name of the store."""
+    group = session.group
+    if session.barrier is not None:
+        return (session.barrier,)
+    if isinstance(group, Counter):
+        return (group.key,)
+    if session.state != AWAITING_KEYS:
+        return (session.awaited,) if session.awaited else ()
+    return (group.parked if isinstance(group, SharedWait) else session.parked) or ()
+
+
+def client_of(session: Peer) -> Fact:
+    """Return what identifies the client of a session."""
+    pid = None if session.pid == NO_PID else session.pid
+    return {"host": session.host, "port": session.port, "pid": pid, "peer": session.peer}
+
+
+def counter_value(keyspace: Keyspace, key: bytes) -> int:
+    """Return the number that a counter has reached; 0 for a value that is not a number."""
     try:
         return keyspace.number_at(key)
     except ProtocolError:

@@ -1,11 +1,11 @@
-"""Answers MISSING: which keys are missing, which existing ones are most like them, and which ranks have not come.
+"""Answers MISSING: which keys are missing, which existing keys are similar, and which ranks have not arrived.
 
-It asks the keyspace and, if the store is observed, its history. It must not know how bytes travel or what becomes of
-an answer. Nothing here changes what is stored, or what anybody waits for.
+Reads the keyspace and, if the store is observed, its history. Must not know how bytes travel or how an answer is used.
+Changes neither what is stored nor what sessions wait for.
 
-Invariants: a step takes no longer than a command with 1,000 keys. Identical questions at the same time have one answer,
-and one thorough search runs at a time, so what it costs does not grow with the number of peers whose time is up; beyond
-`_MOST_QUEUED` others are answered from what takes few look-ups. Nobody learns of keys that its token is not for.
+Invariants: a step takes no longer than a command with 1,000 keys. Identical simultaneous questions share one answer,
+and one thorough search runs at a time, so the cost does not grow with the number of peers that time out; beyond
+`_MOST_QUEUED`, questions are answered without a search. No peer learns of keys that its token does not cover.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,12 @@ from itertools import islice
 from typing import Final
 
 from ..auth.access import Access
+from ..base.coercion import parse_digits
 from ..base.errors import ProtocolError
 from ..base.keys import describe_wait, readable
 from ..keyspace.keyspace import Keyspace
 from ..keyspace.steps import Running, Steps
-from ..keyspace.waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
+from ..keyspace.waiter_types import AWAITED, IDLE
 from ..session.observer import NEVER
 from ..session.peer import Peer
 from ..session.server import ServerSession
@@ -25,54 +26,60 @@ from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
 from .history import History, counter_of, history_of
+from .inspection import awaited_keys, counter_value
 from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
 from .similar_keys import Family, Search, family_of
 
 MOST_ASKED: Final = 1000
-"""Keys of one question."""
+"""Most keys of one question."""
 
 _DESCRIBED: Final = 4
-"""Missing keys for which the nearest ones are looked for."""
+"""Missing keys for which similar keys are searched."""
 
 _INDICES: Final = 100
-"""Missing keys that are listed."""
+"""Missing keys listed in an answer."""
 
 _SCANNED: Final = 16_384
-"""Existing keys that are looked at, the newest ones: a key that nobody will write is awaited beside such."""
+"""Existing keys examined, newest first: a misspelled key is mostly similar to a recent one."""
 
 _LONGEST_KEY: Final = 512
-"""Characters of a key above which none is looked for that is like it, and it is not looked at."""
+"""Longest key, in characters, that is compared, whether missing or existing."""
 
 _LETTERS: Final = 100
+"""Most texts compared by edit distance."""
+
 _LONGEST: Final = 128
-"""Texts that are compared letter by letter, and how many characters they have at most."""
+"""Characters of the longest such text."""
 
 _RANKS: Final = 256
-"""Missing ranks that are listed."""
+"""Missing ranks listed in an answer."""
 
 _MOST_EXPECTED: Final = 1_048_576
-"""Arrivals that are expected above which the missing ranks are not looked for."""
+"""Largest expected count for which missing ranks are computed."""
 
 _MOST_OTHERS: Final = 1024
-"""Sessions of unknown rank above which those that are missing are not looked for."""
+"""Most missing sessions of unknown rank that are identified."""
 
 _ELSEWHERE: Final = 8
-"""Missing ranks of which it is said what they do."""
+"""Missing ranks whose activity is described, and keys read for a description."""
 
 _PORTION: Final = 500
+"""Keys, or sessions, of one step."""
+
 _PORTION_BYTES: Final = 32_768
-"""Keys, or sessions, of one step, and bytes of such keys: one may have thousands of numbers."""
+"""Bytes of the keys of one step: one key may have thousands of numbers."""
 
 _MOST_QUEUED: Final = 8
-"""Questions that wait for a thorough search, besides the one that is searched for."""
+"""Questions that wait for their thorough search."""
 
 _KEPT: Final = 8
-"""Questions whose answers are kept, for as long as they cannot have changed: few, as all are forgotten in one step."""
+"""Questions whose answers are kept while they cannot have changed: few, as all are forgotten in one step."""
 
 _KEPT_BYTES: Final = 65_536
-"""Bytes of the keys of such a question; a longer one is answered for each peer by itself."""
+"""Bytes of the keys of such a question; a longer one is answered for each peer alone."""
 
 _MOST_DIGITS: Final = 9
+"""Of an expected number."""
 
 _MISSING: Final = "MISSING"
 
@@ -85,22 +92,22 @@ def answer_missing(store: Store) -> None:
 
 
 class Questions:
-    """The questions of one store that are being answered, and those that have just been."""
+    """The questions of one store that are being answered, or were just answered."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.searching: Question | None = None
-        """The one that is searched for thoroughly."""
+        """The question whose thorough search is running."""
         self.queued: int = 0
-        """How many wait for that."""
+        """Number of questions that wait for their search."""
         self._known: dict[tuple[object, ...], Question] = {}
         self._changes: int = -1
         self._now: float = -1.0
 
     def ask(self, session: ServerSession, items: Items) -> Framed | None:
-        """Return the answer if it takes one step, or None if the session has to go on with the command.
+        """Return the answer if it takes one step, else None; the session then continues the command.
 
-        Raises ProtocolError for more keys than one may ask for, and for an expected number that is none.
+        Raises ProtocolError for too many keys, and for an expected number that is not a number.
         """
         if len(items) > MOST_ASKED:
             raise ProtocolError(f"MISSING with {len(items)} keys (max {MOST_ASKED})")
@@ -111,13 +118,14 @@ class Questions:
             size += len(key)
         store = self.store
         now = -1.0 if store.observer is None else store.observer.now
+        # Answers are shared only until a key changes, or the clock, to which ages refer, moves on.
         if store.keyspace.changes != self._changes or now != self._now or len(self._known) >= _KEPT:
             self._changes, self._now = store.keyspace.changes, now
             self._known = {key: known for key, known in self._known.items() if not known.done}
             if len(self._known) >= _KEPT:
                 self._known = {}
         access = store.hub.auth.granted.get(session)
-        if size > _KEPT_BYTES:
+        if size > _KEPT_BYTES:  # comparing it with known questions would take long
             question = Question(self, access, items)
         else:
             identity: tuple[object, ...] = (access, *items)
@@ -133,7 +141,7 @@ class Questions:
         return None
 
     def forget(self, question: "Question") -> None:
-        """Nobody waits for an answer any more."""
+        """Do not share a question that was abandoned."""
         self._known = {key: known for key, known in self._known.items() if known is not question}
 
 
@@ -146,15 +154,15 @@ def _await_answer(question: "Question") -> Steps:
     finally:
         question.askers -= 1
         if not question.askers:
-            question.give_up()
+            question.abandon()
 
 
 class Question:
-    """What is asked by one peer, or by several in the same words."""
+    """A question of one peer, or of several that asked the same."""
 
     def __init__(self, questions: Questions, access: Access | None, items: Items) -> None:
         self.askers: int = 0
-        """How many wait for the answer."""
+        """Number of peers that wait for the answer."""
         self.done = False
         self.answer: Framed = b""
         self._questions = questions
@@ -173,27 +181,28 @@ class Question:
         self._work = self._find()
 
     def step(self) -> bool:
-        """Go on; True once there is an answer."""
+        """Take the next step; return True once there is an answer."""
         if self.done:
             return True
         for _ in self._work:
             return False
-        self._end()
+        self._finish()
         return True
 
-    def give_up(self) -> None:
-        """Nobody waits for the answer any more."""
+    def abandon(self) -> None:
+        """Stop: no peer waits for the answer any more."""
         if not self.done:
-            self._end()
+            self._finish()
             self._questions.forget(self)
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self.done = True
         self._work = iter(())
         self._keys = []
-        self._let_others_search()
+        self._release_search()
 
-    def _let_others_search(self) -> None:
+    def _release_search(self) -> None:
+        """Give up the search, or the place in its queue."""
         if self._questions.searching is self:
             self._questions.searching = None
         if self._queued:
@@ -214,23 +223,23 @@ class Question:
             if thorough:
                 self._queued = self._questions.searching is not None
                 self._questions.queued += self._queued
-                while self._questions.searching is not None:
+                while self._questions.searching is not None:  # another question's search
                     yield
-                self._let_others_search()
+                self._release_search()
                 self._questions.searching = self
                 if wanted:
                     yield from self._scan(search)
                 if self._history is not None:
                     who = _WhoIsMissing(self._history, self._access)
                     if arrived is not None and arrived < self._expected:
-                        yield from who.from_counter(self._counter, arrived, self._expected)
+                        yield from who.find_by_counter(self._counter, arrived, self._expected)
                     elif arrived is None and (counter := self._counter_of_the_key()):
-                        yield from who.from_counter(counter, self._value_of(counter), 0)
+                        yield from who.find_by_counter(counter, counter_value(self._keyspace, counter), 0)
                     elif arrived is None:
-                        yield from who.from_keys(self._keys, absent)
+                        yield from who.find_by_keys(self._keys, absent)
                     yield from who.find_elsewhere()
                     ranks, more, elsewhere = who.ranks, who.more, who.elsewhere
-                # Others may have written and deleted keys meanwhile, even those who share this question.
+                # Other peers, even ones that share this question, may have written and deleted keys meanwhile.
                 before = absent, arrived
                 absent, arrived = self._absent(), self._arrived()
                 if (absent, arrived) != before:
@@ -249,21 +258,15 @@ class Question:
         self.answer = pack(encode_report(report))
 
     def _absent(self) -> list[int]:
-        """Return the places of the keys that do not exist."""
+        """Return the indices of the keys that do not exist."""
         return [at for at, key in enumerate(self._keys) if not self._keyspace.exists(key)]
 
     def _arrived(self) -> int | None:
-        """Return what the counter has reached; None without one."""
-        return self._value_of(self._counter) if self._counter else None
-
-    def _value_of(self, counter: bytes) -> int:
-        try:
-            return self._keyspace.number_at(counter)
-        except ProtocolError:
-            return 0
+        """Return the value of the counter; None without one."""
+        return counter_value(self._keyspace, self._counter) if self._counter else None
 
     def _counter_of_the_key(self) -> bytes:
-        """Return the counter of the barrier that the only key would open; empty if there is none."""
+        """Return the counter of the barrier that the only key would open; empty without one."""
         counter = counter_of(self._keys[0]) if len(self._keys) == 1 else b""
         return counter if counter in self._keyspace.values and self._may_see(counter) else b""
 
@@ -275,7 +278,7 @@ class Question:
         return key not in self._keyspace.reserved and (self._access is None or self._access.covers(key))
 
     def _scan(self, search: Search) -> Iterator[None]:
-        """Look at the newest keys."""
+        """Add the newest keys to a search, then compare them."""
         keyspace = self._keyspace
         yield
         newest = list(islice(reversed(keyspace.values), _SCANNED))
@@ -288,7 +291,7 @@ class Question:
                 names.append(readable(key))
                 size += len(key)
             if number % _PORTION == 0 or number == len(newest) or size >= _PORTION_BYTES:
-                search.look([name for name in names if len(name) <= _LONGEST_KEY])
+                search.add([name for name in names if len(name) <= _LONGEST_KEY])  # escapes may have made it longer
                 names = []
                 size = 0
                 yield
@@ -299,31 +302,31 @@ class Question:
         found: list[Near] = []
         history = self._history
         for name in names:
-            write = None if history is None else history.write(name.encode())
+            write = None if history is None else history.last_write(name.encode())
             if write is None or history is None:
                 found.append(Near(name))
             else:
-                found.append(Near(name, _age(history, write.at), None if write.by is None else who_is(write.by)))
+                found.append(Near(name, _age(history, write.at), None if write.by is None else process_of(write.by)))
         return found
 
 
 class _WhoIsMissing:
-    """Finds out which ranks have not come, and what those of them do that are connected."""
+    """Finds out which ranks have not arrived, and what the connected ones among them do."""
 
     def __init__(self, history: History, access: Access | None) -> None:
         self.ranks: list[int] = []
-        """Their numbers, ascending, the first ones."""
+        """The first missing ranks, ascending."""
         self.more: int = 0
-        """How many follow."""
+        """Number of further ones."""
         self.elsewhere: list[Elsewhere] = []
         self._history = history
-        self._tells = access is None or access.whole()
-        """Whether what others do may be told: it names keys."""
+        self._shows_keys = access is None or access.whole()
+        """Whether the asker may see the keys of others, which descriptions contain."""
         self._others: list[ServerSession] = []
-        """Those that are missing, if no ranks are known."""
+        """The missing sessions, if ranks are not known."""
 
-    def from_counter(self, counter: bytes, arrived: int, expected: int) -> Iterator[None]:
-        """Find who has not counted at a barrier or in joining. If `expected` is 0, all ranks of the world are."""
+    def find_by_counter(self, counter: bytes, arrived: int, expected: int) -> Iterator[None]:
+        """Find who has not counted at a barrier, or joined; `expected` is 0 for all ranks of the world."""
         members: list[ServerSession] = []
         if expected <= _MOST_EXPECTED:
             yield from self._history.members(counter, members, _PORTION)
@@ -346,6 +349,7 @@ class _WhoIsMissing:
                 part = part or size != world
                 whole = whole or "world_size" in peer
             yield
+        # Numbers are missing ranks only if all arrivals are known, by ranks of one world.
         if whole and known == arrived and (counter == WORKERS_KEY or not part):
             rank = came.find(0)
             while rank >= 0 and len(self.ranks) < _RANKS:
@@ -353,18 +357,18 @@ class _WhoIsMissing:
                 rank = came.find(0, rank + 1)
             self.more = expected - arrived - len(self.ranks)
         elif counter != WORKERS_KEY:
-            yield from self._from_those_that_joined(members, expected - arrived)
+            yield from self._find_among_joined(members, expected - arrived)
 
-    def _from_those_that_joined(self, members: "list[ServerSession]", missing: int) -> Iterator[None]:
-        """Find those that have joined and have not come, if they are as many as are missing."""
+    def _find_among_joined(self, members: "list[ServerSession]", missing: int) -> Iterator[None]:
+        """Find the sessions that have joined but not arrived, if their number is `missing`."""
         if missing > _MOST_OTHERS:
             return
-        everybody: list[ServerSession] = []
-        yield from self._history.members(WORKERS_KEY, everybody, _PORTION)
+        joined: list[ServerSession] = []
+        yield from self._history.members(WORKERS_KEY, joined, _PORTION)
         came = set(members)
         others: dict[tuple[object, ...], ServerSession] = {}
-        for at in range(0, len(everybody), _PORTION):
-            for one in everybody[at : at + _PORTION]:
+        for at in range(0, len(joined), _PORTION):
+            for one in joined[at : at + _PORTION]:
                 if one not in came:
                     others[self._process(one)] = one
             if len(others) > 2 * _MOST_OTHERS:
@@ -377,8 +381,8 @@ class _WhoIsMissing:
         if len(others) == missing:
             self._others = list(others.values())
 
-    def from_keys(self, keys: list[bytes], absent: list[int]) -> Iterator[None]:
-        """Find who has not written keys, if each of those that exist was written by the rank of its number."""
+    def find_by_keys(self, keys: list[bytes], absent: list[int]) -> Iterator[None]:
+        """Find who has not written keys, if the rank in each existing key is the one that wrote it."""
         family: Family | None = None
         missing: list[int] = []
         confirmed = False
@@ -392,14 +396,14 @@ class _WhoIsMissing:
             found = family_of(readable(keys[at]))
             if at in gone:
                 if found is None or (family is not None and found[0] != family):
-                    return
+                    return  # not one key per rank
                 family = found[0]
                 missing.append(found[1])
             elif found is not None and found[0] == family:
-                write = self._history.write(keys[at])
+                write = self._history.last_write(keys[at])
                 rank = None if write is None or write.by is None else rank_of(write.by.peer)
                 if rank is not None and rank != found[1]:
-                    return
+                    return  # the numbers are not ranks
                 confirmed = confirmed or rank is not None
         if confirmed:
             missing.sort()
@@ -407,49 +411,49 @@ class _WhoIsMissing:
             self.more = len(missing) - len(self.ranks)
 
     def find_elsewhere(self) -> Iterator[None]:
-        """Find what those that are missing do."""
+        """Find out what missing ranks do."""
         found: dict[int, ServerSession] = {}
         if self.ranks:
             wanted = set(self.ranks)
             for sessions in self._history.sessions(_PORTION):
                 for one in sessions:
                     rank = rank_of(one.peer)
-                    if rank is not None and rank in wanted and (rank not in found or _tells_more(one, found[rank])):
+                    if (
+                        rank is not None
+                        and rank in wanted
+                        and (rank not in found or _is_more_telling(one, found[rank]))
+                    ):
                         found[rank] = one
                 yield
         for one in [*[found[rank] for rank in sorted(found)], *self._others][:_ELSEWHERE]:
             since = None if one.heard_at == NEVER else _age(self._history, one.heard_at)
-            self.elsewhere.append(Elsewhere(who_is(one), _does(one, self._tells), since))
+            self.elsewhere.append(Elsewhere(process_of(one), _describe_activity(one, self._shows_keys), since))
 
     def _process(self, session: ServerSession) -> tuple[object, ...]:
-        """Return what tells processes apart, as far as it is known."""
+        """Return what distinguishes processes, as far as known."""
         if session.pid < 0:
             return (self._history.serial(session),)
         return session.pid, session.host, session.peer.get("host"), session.peer.get("rank")
 
 
 def rank_of(peer: dict[str, str]) -> int | None:
-    """Return the rank that a client says it is; None if it says none."""
-    return _number_said(peer.get("rank", ""))
+    """Return the rank that a client has sent; None if it has sent none."""
+    return parse_digits(peer.get("rank"))
 
 
 def _world_size(session: ServerSession) -> int:
-    """Return the number of ranks that a client has named; 0 if it has named none."""
-    return _number_said(session.peer.get("world_size", "")) or 0
+    """Return the number of ranks that a client has sent; 0 if it has sent none."""
+    return parse_digits(session.peer.get("world_size")) or 0
 
 
-def _number_said(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
-
-
-def who_is(session: Peer) -> Who:
-    """Return what is known of a session's process."""
+def process_of(session: Peer) -> Who:
+    """Describe a session's process."""
     pid = session.pid
     return Who(session.peer.get("host") or session.host, rank_of(session.peer), None if pid < 0 else pid)
 
 
-def _tells_more(one: ServerSession, other: ServerSession) -> bool:
-    """Return whether a session says more of what its rank does: it waits, for longest, or has sent something last."""
+def _is_more_telling(one: ServerSession, other: ServerSession) -> bool:
+    """Return whether a session tells more about its rank than another: it waits longer, or was heard later."""
     waits, waited = _waits(one), _waits(other)
     if waits != waited:
         return waits
@@ -460,32 +464,20 @@ def _waits(session: ServerSession) -> bool:
     return session.heard_at != NEVER and session.state != IDLE
 
 
-def _does(session: ServerSession, tells: bool) -> str:
+def _describe_activity(session: ServerSession, shows_keys: bool) -> str:
+    """Describe what a session does; name keys only if `shows_keys`."""
     if session.heard_at == NEVER:
         return "has left"
     if session.state == IDLE and session.slot.command.name == _MISSING:
         return "has just timed out"
     if session.state == IDLE:
         return f"has sent nothing since {session.slot.command.name}"
-    if not tells:
+    if not shows_keys:
         return "is waiting"
-    group = session.group
-    keys: list[bytes] = []
-    target = 0
-    if session.barrier is not None:
-        return describe_wait("barrier", [readable(session.barrier)])
-    if isinstance(group, Counter):
-        keys, target = [group.key], session.number
-    elif isinstance(group, SharedWait):
-        keys = list(islice(group.parked or (), _ELSEWHERE))
-        total = len(group.parked or ())
-        return describe_wait("keys", [readable(key) for key in keys], total - len(keys))
-    elif session.state == AWAITING_KEYS:
-        keys = list(islice(session.parked or (), _ELSEWHERE))
-        return describe_wait("keys", [readable(key) for key in keys], len(session.parked or ()) - len(keys))
-    elif session.awaited:
-        keys = [session.awaited]
-    return describe_wait(AWAITED[session.state], [readable(key) for key in keys], 0, target)
+    kind = AWAITED[session.state] if session.barrier is None else "barrier"
+    awaited = awaited_keys(session)
+    keys = [readable(key) for key in islice(awaited, _ELSEWHERE)]
+    return describe_wait(kind, keys, len(awaited) - len(keys), session.number)
 
 
 def _age(history: History, at: float) -> float:

@@ -1,6 +1,6 @@
 """The reply to MISSING, which is JSON. `docs/wire.md` specifies it.
 
-Both ends use it. It must not know how the contents are found out, nor what becomes of them.
+Used by both ends. Must not know how the contents are found, nor how they are used.
 """
 
 import msgspec
@@ -9,7 +9,7 @@ from ..base.errors import ProtocolError
 
 
 class Who(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process, as far as it is known."""
+    """A process, as far as known."""
 
     host: str
     rank: int | None = None
@@ -21,17 +21,17 @@ class Who(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Near(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An existing key that is like one that is missing."""
+    """An existing key that is similar to a missing one."""
 
     key: str
     age: float | None = None
-    """Seconds since it was last written, if that is known."""
+    """Seconds since it was last written, if known."""
     by: Who | None = None
     """Who wrote it."""
 
 
 class Absent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A key that is missing."""
+    """A missing key."""
 
     index: int
     """Its place in the request, from 0."""
@@ -39,27 +39,27 @@ class Absent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Elsewhere(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank that is missing, and is or was connected."""
+    """A missing rank that is or was connected."""
 
     who: Who
     does: str
     since: float | None = None
-    """For how many seconds, if that is known."""
+    """Seconds since its last request, if known."""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """The reply."""
 
     missing: int = 0
-    """How many keys of the request do not exist."""
+    """Number of keys of the request that do not exist."""
     keys: list[Absent] = []
-    """The first of them."""
+    """The first of these keys."""
     arrived: int | None = None
-    """What the counter in the request has reached, if it had one."""
+    """Value of the counter in the request, if there was one."""
     ranks: list[int] = []
-    """The ranks that have not written the keys or not arrived, the first ones, if that is known."""
+    """The first ranks that have not written the keys or not arrived, if known."""
     more: int = 0
-    """How many ranks follow."""
+    """Number of further ranks."""
     elsewhere: list[Elsewhere] = []
 
 
@@ -68,7 +68,7 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(raw: bytes) -> Report:
-    """Raises ProtocolError."""
+    """Decode a reply. Raises ProtocolError."""
     try:
         return msgspec.json.decode(raw, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,10 +1,10 @@
-"""Samples of the commands that a store executes, for whoever watches it.
+"""Samples of the commands that a store executes, for `tcpstore monitor`.
 
-Knows commands and their fields. Must not know sockets, nor read a clock: whoever runs the server supplies one.
+Knows commands and their fields. Must not know sockets, nor read a clock: the server supplies one.
 
 Invariants: what a peer is sent does not depend on whether it is watched. A monitor holds a limited number of samples,
-each of limited size, and counts those that it drops. Tokens and secrets are in no sample, and values only if they were
-asked for. A command is noted when it is complete, before it is executed.
+each of limited size, and counts the ones that it drops. No sample contains tokens or secrets, nor values unless they
+were requested. A command is noted when it is complete, before it is executed.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from ..base.keys import readable
 from ..keyspace.waiter_types import KeyList
 from ..session.peer import Peer
 from ..wire.codecs import Fields
-from ..wire.commands import Command
+from ..wire.commands import SESSION, Command
 from ..wire.values import PREFIX
 from .statistics import shown
 
 MOST_SAMPLES: Final = 2000
-"""Samples that are held until they are taken."""
+"""Most samples held until they are taken."""
 
 _MOST_VALUE: Final = 256
-"""Bytes of a value in a sample."""
+"""Most bytes of a value in a sample."""
 
 
 class Monitor:
-    """One that watches a store."""
+    """A watcher of a store, or of all stores of a server."""
 
     def __init__(
         self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES, store: str | None = None
@@ -43,7 +43,7 @@ class Monitor:
         self.seen: int = 0
         """Commands so far."""
         self.dropped: int = 0
-        """Samples so far that found no room."""
+        """Samples dropped so far, because too many were held."""
         self._samples: list[list[Any]] = []
 
     def take(self) -> list[list[Any]]:
@@ -58,7 +58,7 @@ class Monitor:
         return samples
 
     def note(self, command: Command, fields: Fields, session: Peer | None, store: str) -> None:
-        """Note a command that a session sends in a store, with the fields that its method gets."""
+        """Note a command that a session sends in a store, with the fields passed to its method."""
         if self.store is not None and store != self.store:
             return
         self.seen += 1
@@ -67,36 +67,22 @@ class Monitor:
         if len(self._samples) >= self.most:
             self.dropped += 1
             return
-        first = fields[0] if fields else None
-        key: bytes | None = None
-        keys = 0
-        size = 0
-        last: object = None
-        if isinstance(first, KeyList):
-            key, keys = first.keys[0], len(first.keys)
-        elif command.request.names_keys and isinstance(first, list):
-            keys = len(first)
-            for item in first:
-                if isinstance(item, tuple):
-                    size += len(item[1]) - PREFIX
-                    last = item[1]
-            if first:
-                key = first[0][0] if isinstance(first[0], tuple) else first[0]
-        elif command.request.names_keys and isinstance(first, bytes):
-            key, keys = first, 1
-            if not command.session:
-                for field in fields[1:]:
-                    if isinstance(field, (bytes, bytearray)):
-                        size += len(field) - PREFIX
-                    last = field
+        first = fields[0] if fields else None  # a key, a list of keys or pairs, or neither
+        keys: list[bytes] = first.keys if isinstance(first, KeyList) else command.request.keys(fields)
+        values: list[Any] = []
+        if keys and isinstance(first, list):
+            values = [item[1] for item in first if isinstance(item, tuple)]
+        elif keys and not command.flags & SESSION:  # the value of JOIN is a token
+            values = list(fields[1:])
+        size = sum([len(one) - PREFIX for one in values if isinstance(one, (bytes, bytearray))])
         host, port, pid, rank = "", 0, None, None
         if session is not None:
             host, port = session.host, session.port
             pid = None if session.pid < 0 else session.pid
             rank = session.peer.get("rank")
-        value = _shown_value(last) if self.values else None
-        shown_key = None if key is None else shown(key)
-        sample = [self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value]
+        key = shown(keys[0]) if keys else None
+        value = _shown_value(values[-1]) if values and self.values else None
+        sample = [self.clock(), host, port, pid, rank, command.name, key, len(keys), size, value]
         self._samples.append([*sample, store] if store else sample)
 
 

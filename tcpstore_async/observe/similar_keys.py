@@ -1,10 +1,10 @@
-"""Which of many keys are most like some that do not exist.
+"""Search of existing keys for the ones most similar to keys that do not exist.
 
-A key that nobody will write mostly differs from one that exists in a number, a prefix or a letter. Must not know what
-keys mean, who wrote them or where they are stored.
+A wrong key mostly differs from an existing one in a number, a prefix or a letter. Must not know what keys mean, who
+wrote them or where they are stored.
 
-Invariant: the cost is bounded, and grows with the number of keys, not with that number times the number of keys that
-are wanted. It is paid in portions, so that a server can serve others in between.
+Invariant: the cost is bounded, and grows with the number of keys, not with that number times the number of wanted keys.
+It is paid in portions, so that a server can serve others in between.
 """
 
 import re
@@ -13,45 +13,49 @@ from difflib import SequenceMatcher
 from typing import Final, NamedTuple
 
 MOST: Final = 5
-"""Keys that are named as the nearest ones."""
+"""Most keys returned as the nearest ones."""
 
 _PROBES: Final = 8
-"""Numbers on either side that are tried in place of each number of a key."""
+"""Numbers tried on either side of each number of a key."""
 
 _PLACES: Final = 4
-"""Numbers of a key, the last ones, for which that is done."""
+"""Numbers of a key, the last ones, for which others are tried."""
 
 COMPARISONS: Final = 2_000_000
-"""Keys with the same text but other numbers that are looked at, in all: a microsecond for each in plain Python."""
+"""Most keys with the same text but other numbers compared, in all: 1 µs each in plain Python."""
 
 _SAME_END: Final = 200
-"""Keys with the same last component that are looked at, for each that is wanted."""
+"""Most keys with the same last component compared with one wanted key."""
 
 _ENDS: Final = 100_000
-"""The same in all."""
+"""Most keys with the same last component compared, in all."""
 
 _SIMILAR: Final = 20_000
-"""Pairs of texts that are compared letter by letter, in all: a microsecond for each letter."""
+"""Most pairs of texts compared by edit distance, in all: 1 µs for each letter."""
 
 _TEXTS: Final = 1000
-"""Texts that are kept while existing keys are looked at."""
+"""Texts cached while keys are added."""
 
 _LEAST_RATIO: Final = 0.7
+"""Least similarity, from 0 to 1, of two texts."""
+
 _LONGEST: Final = 256
-"""Characters of a key above which it is not compared letter by letter."""
+"""Characters of a text above which it is not compared by edit distance."""
 
 _PORTION: Final = 500
-"""Keys that are compared in one portion; texts that are compared letter by letter count 50."""
+"""Keys compared in one portion."""
 
 _LETTERS: Final = 50
+"""Keys that one comparison by edit distance counts as."""
 
 _NUMERALS: Final = "0123456789"
 _DIGITS: Final = re.compile(r"[0-9]+")
 _MOST_DIGITS: Final = 9
+"""Most digits of a number that identifies a rank or step."""
 
 
 class Family(NamedTuple):
-    """Keys that differ in one number: what precedes it, and what follows."""
+    """Keys that differ in one number: the text before it, and after it."""
 
     before: str
     after: str
@@ -79,9 +83,9 @@ def family_of(key: str) -> tuple[Family, int] | None:
 
 
 def number_after(before: str, key: str) -> int | None:
-    """Return the number of a key that is sure to be of the family of `before`, which nothing follows; else None.
+    """Return the number at the end of a key that surely belongs to the family with `before` and no `after`; else None.
 
-    This is much faster than `family_of`.
+    Much faster than `family_of`.
     """
     if key.startswith(before):
         digits = key[len(before) :]
@@ -91,7 +95,7 @@ def number_after(before: str, key: str) -> int | None:
 
 
 def without_numbers(key: str) -> str:
-    """Return a key with its numbers left out."""
+    """Return a key with `#` in place of its numbers."""
     return _DIGITS.sub("#", key)
 
 
@@ -101,7 +105,7 @@ def numbers(key: str) -> tuple[int, ...]:
 
 
 def neighbours(key: str, exists: Callable[[str], bool]) -> list[str]:
-    """Return for each number in a key the existing key that differs in it only, by little, and least."""
+    """Return, for each number in a key, the existing key that differs only in it, by little, and least."""
     found: list[str] = []
     for match in list(_DIGITS.finditer(key))[-_PLACES:]:
         digits = match[0]
@@ -123,10 +127,9 @@ def _no_age(key: str) -> float:
 
 
 class Search:
-    """Looks for the existing keys most like some wanted ones: which differ in one number; or end alike; or differ in
-    some letters.
+    """Search of existing keys for the most similar to wanted ones: with other numbers, another prefix or other letters.
 
-    First `look` at the existing keys, then call `compare` until it is done. Keys wanted first get more care.
+    First `add` the existing keys, then call `compare` until it returns True. The first wanted keys get more effort.
     """
 
     def __init__(
@@ -138,9 +141,10 @@ class Search:
         longest: int = _LONGEST,
         numbered: int = COMPARISONS,
     ) -> None:
-        """`age` of an existing key decides between keys that are equally near. `similar` is how many texts are compared
-        letter by letter at most, and `longest` how many characters they have; `numbered` is how many keys with the same
-        text but other numbers are looked at.
+        """Look for `wanted` keys; of equally near existing keys, prefer the one with the least `age`.
+
+        At most `similar` texts of at most `longest` characters are compared by edit distance, and `numbered` keys with
+        the same text but other numbers.
         """
         self._age = age
         self._similar_left = similar
@@ -150,7 +154,7 @@ class Search:
         self._ends: set[str] = set()
         self._texts: set[str] = set()
         self._far: set[str] = set()
-        """Texts of wanted keys without a neighbour: the numbers of others have to be compared."""
+        """Texts of wanted keys without a neighbour, for which all keys of the same text must be compared."""
         for name in wanted:
             near = neighbours(name, exists)
             self._candidates[name] = dict.fromkeys(near, True)
@@ -162,13 +166,13 @@ class Search:
         self._same_text: dict[str, list[str]] = {}
         self._same_end: dict[str, list[str]] = {}
         self._first_of: dict[str, str] = {}
-        """By text: the first key that has it."""
+        """The first key of each other text."""
         self._text_before: dict[str, str] = {}
-        """By what precedes the last number of a key: the text of that, for the keys that follow."""
+        """Cache: the text of what precedes the last number of a key."""
         self._work = self._compare()
 
-    def look(self, names: Iterable[str]) -> None:
-        """Take note of existing keys."""
+    def add(self, names: Iterable[str]) -> None:
+        """Add existing keys."""
         for name in names:
             text = self._text(name)
             if text not in self._texts:
@@ -183,7 +187,7 @@ class Search:
                     alike.append(name)
 
     def _text(self, name: str) -> str:
-        """Do the same as `without_numbers`, faster for many keys that differ in a number at their end."""
+        """Return `without_numbers`; faster for many keys that differ in a number at their end."""
         before = name.rstrip(_NUMERALS)
         text = self._text_before.get(before)
         if text is None:
@@ -193,13 +197,13 @@ class Search:
         return text if len(before) == len(name) else text + "#"
 
     def compare(self) -> bool:
-        """Compare a portion of what was looked at; True once all is done."""
+        """Compare a portion of the keys; return True once all are compared."""
         for _ in self._work:
             return False
         return True
 
     def nearest(self, wanted: str) -> list[str]:
-        """Return the keys most like a wanted one, the nearest first."""
+        """Return the keys most similar to a wanted one, nearest first."""
         found = [name for name in self._candidates[wanted] if name != wanted]
         found.sort(key=lambda name: _distance(wanted, name, self._age(name)))
         return found[:MOST]
@@ -220,7 +224,7 @@ class Search:
                         yield
                 best = _OtherNumber(numbers(name), self._age)
                 for at in range(0, len(same), _PORTION):
-                    best.look(parsed[text][at : at + _PORTION])
+                    best.add(parsed[text][at : at + _PORTION])
                     yield
                 candidates.update(dict.fromkeys(best.found(), True))
             alike = self._same_end.get(_end(name), [])[:ends_left]
@@ -235,7 +239,7 @@ class Search:
                 candidates.update(dict.fromkeys(similar[text], True))
 
     def _find_similar(self, text: str, similar: list[str]) -> Iterator[None]:
-        """Find keys whose text differs in some letters, the two most similar."""
+        """Append the keys of the two most similar texts."""
         if len(text) > self._longest:
             return
         matcher = SequenceMatcher(autojunk=False)
@@ -263,7 +267,7 @@ class Search:
 
 
 class _OtherNumber:
-    """For each place of a number the key that differs only there, and least; else one that differs in two."""
+    """For each place of a number, the key that differs only there, and least; failing that, one that differs in two."""
 
     def __init__(self, wanted: tuple[int, ...], age: Callable[[str], float]) -> None:
         self._wanted = wanted
@@ -272,8 +276,8 @@ class _OtherNumber:
         self._twice = ""
         self._least = 0
 
-    def look(self, keys: list[tuple[tuple[int, ...], str]]) -> None:
-        """Consider keys with the same text, and their numbers."""
+    def add(self, keys: list[tuple[tuple[int, ...], str]]) -> None:
+        """Compare keys with the same text, given with their numbers."""
         wanted = self._wanted
         for found, name in keys:
             places = [place for place in range(len(wanted)) if found[place] != wanted[place]]
@@ -300,7 +304,7 @@ def _end(key: str) -> str:
 
 
 def _distance(wanted: str, key: str, age: float) -> tuple[bool, int, float]:
-    """Return a measure of how much a key differs: one with another last component is another thing."""
+    """Return a sort key of how much a key differs: first by another last component, which means something else."""
     other_end = without_numbers(_end(wanted)) != without_numbers(_end(key))
     return other_end, _difference(wanted, key), age
 
@@ -310,7 +314,7 @@ def _two_least_different(wanted: str, keys: list[str]) -> list[str]:
 
 
 def _difference(one: str, other: str) -> int:
-    """Return how many characters remain of both without what they begin with, and end with, in common."""
+    """Return the number of characters of both that are not in a common prefix or suffix."""
     shorter = min(len(one), len(other))
     begin = 0
     while begin < shorter and one[begin] == other[begin]:

@@ -1,57 +1,53 @@
-"""Numbers about a server's stores, or one of them, for those who look into it every second: counters, longest waits.
+"""Numbers about a server's stores, or one of them, that are cheap enough for every second: counters, longest waits.
 
-Only facts, in few bytes, whatever the number of sessions and keys. Without I/O, and nothing here changes anything.
+Facts of few bytes, whatever the number of sessions and keys. Performs no I/O and changes nothing.
 
-Invariant: what has to be counted one by one is counted in portions; between two of them anything may happen.
+Invariant: sessions and keys are counted in portions; between two of them anything may happen.
 """
 
 from collections.abc import Iterator
 from heapq import heappush, heappushpop
 from typing import Any, Final
 
+from ..base.coercion import parse_digits
 from ..base.keys import readable
-from ..keyspace.waiter_types import IDLE, Counter, SharedWait
+from ..keyspace.waiter_types import IDLE
 from ..session.observer import NEVER
-from ..session.peer import NO_PID
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import read_length
-from .inspection import Fact
+from .inspection import Fact, awaited_keys, client_of
 
 PORTION: Final = 400
-"""Sessions, or keys, that are looked at before others are served: less than a tenth of a millisecond, compiled."""
+"""Sessions, or keys, of one portion: less than 0.1 ms, compiled."""
 
 _MOST_TEXT: Final = 256
-"""Bytes of a key in a reply: it is for a line on a screen."""
+"""Most bytes of a key in a reply, which is for a line on a screen."""
 
 
 class Statistics:
     """One look at the numbers of all stores of a server, or of one."""
 
     def __init__(self, store: Store, now: float, everyone: bool = True) -> None:
-        """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of
-        this store alone."""
+        """Look at `now`, the time of the server's clock. Without `everyone`, look at this store alone."""
         self.everyone = everyone
         self.store = store
         self.now = now
         self.open: int = 0
-        """Sessions. This and the next three are known after `count`."""
+        """Sessions. `count` sets this and the next three."""
         self.waiting: int = 0
-        """Those of them that wait."""
+        """Sessions that wait."""
         self.unsent: int = 0
         """Bytes of replies that the kernel has not accepted."""
         self.world_size: int | None = None
-        """The largest that a client in this store has named."""
+        """The largest that a client in this store has sent."""
 
     def count(self) -> Iterator[None]:
-        """Count what is known by looking at each session only, in portions."""
-        portion = 0
-        for holder in list(self.store.budget.holders):
-            portion += 1
-            if portion >= PORTION:
-                portion = 0
-                yield None
+        """Count what only the sessions know, in portions."""
+        for number, holder in enumerate(list(self.store.budget.holders), 1):
+            if number % PORTION == 0:
+                yield
             if not isinstance(holder, ServerSession) or not (self.everyone or holder.store is self.store):
                 continue
             self.open += 1
@@ -59,13 +55,12 @@ class Statistics:
                 self.waiting += 1
             self.unsent += holder.unsent
             if holder.peer and holder.store is self.store:
-                named = holder.peer.get("world_size", "")
-                if named.isdecimal() and len(named) < 10:
-                    self.world_size = max(int(named), self.world_size or 0)
+                size = parse_digits(holder.peer.get("world_size"))
+                if size is not None:
+                    self.world_size = max(size, self.world_size or 0)
 
     def counters(self) -> Fact:
-        """Return the counters, after `count`. Those of joins are of this store, and commands, which are not counted
-        for each store, of all."""
+        """Return the counters, after `count`. Joins are those of this store, commands those of all stores."""
         store = self.store
         keyspace = store.keyspace
         budget = store.budget
@@ -104,17 +99,13 @@ class Statistics:
         }
 
     def longest_waits(self, most: int) -> Iterator[Fact]:
-        """Yield empty portions, and at last what has been waited for longest: one key of each session that waits.
+        """Yield empty portions, and finally the longest waits, each with one awaited key.
 
-        Sessions that wait for the same are named once, by how many they are and the one that has waited longest, for
-        how many seconds.
+        Sessions that wait for the same are one entry: their number, and the session that has waited longest.
         """
         found: dict[tuple[Store, bytes], list[Any]] = {}
-        portion = 0
-        for holder in list(self.store.budget.holders):
-            portion += 1
-            if portion >= PORTION:
-                portion = 0
+        for number, holder in enumerate(list(self.store.budget.holders), 1):
+            if number % PORTION == 0:
                 yield {}
             if not isinstance(holder, ServerSession) or holder.state == IDLE:
                 continue
@@ -135,8 +126,7 @@ class Statistics:
         yield {"waits": [self._wait(count, since, holder) for count, since, holder in longest], "different": len(found)}
 
     def largest_keys(self, most: int) -> Iterator[Fact]:
-        """Yield empty portions, and at last the keys with the largest values: key, bytes of its value, and its
-        store, if that has a name."""
+        """Yield empty portions, and finally the largest values: key, bytes and, if it has a name, store."""
         largest: list[tuple[int, bytes, str]] = []
         portion = 0
         for store in self._stores():
@@ -162,34 +152,21 @@ class Statistics:
         return list(self.store.hub.stores) if self.everyone else [self.store]
 
     def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
-        group = session.group
-        registered = group.parked if isinstance(group, SharedWait) else session.parked
-        keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
         name = session.store.name
         return {
             **({"store": name} if name else {}),
             "key": shown(_awaited(session)),
-            "keys": keys,
+            "keys": max(1, len(awaited_keys(session))),
             "command": session.slot.command.name,
             "waiting": count,
             "since": round(max(0.0, self.now - since), 3),
-            "host": session.host,
-            "port": session.port,
-            "pid": None if session.pid == NO_PID else session.pid,
-            "peer": session.peer,
+            **client_of(session),
         }
 
 
 def _awaited(session: ServerSession) -> bytes:
-    """Return a key that a session waits for: of equal lists, mostly the same."""
-    if session.barrier is not None:
-        return session.barrier
-    group = session.group
-    if isinstance(group, Counter):
-        return group.key
-    for key in (group.parked if isinstance(group, SharedWait) else session.parked) or ():
-        return key
-    return session.awaited
+    """Return one key that a session waits for; for equal lists, usually the same."""
+    return next(iter(awaited_keys(session)), b"")
 
 
 def shown(key: bytes) -> str:

@@ -13,7 +13,7 @@ from ..auth.access import Access
 from ..base.addresses import is_loopback
 from ..base.errors import NotAllowedError, counted
 from ..keyspace.accounts import Account
-from ..wire.commands import SERVER_KEY
+from ..wire.commands import FIRST, SERVER_KEY
 from ..wire.values import Framed, pack, unpack
 from .guard import Guard, TokenUsage
 from .identity import (
@@ -184,7 +184,7 @@ class Guards:
         if found is None or found[1] is not session.table:
             return None  # it has not sent VALIDATE, or is evicted
         slot = self.table.slot(opcode)
-        if slot is None or (access is None and not slot.command.first):
+        if slot is None or (access is None and not slot.command.flags & FIRST):
             return None
         guarded = found[1][opcode] = self._guarded_slot(found[0], slot)
         return guarded

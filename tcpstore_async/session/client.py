@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..auth.access import Access
 from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, VALUES, WAIT_CANCELED, Fields, PartialReply
-from ..wire.commands import BY_METHOD, MAGIC, Command
+from ..wire.commands import BY_METHOD, HOLDS, MAGIC, MUTATES, PARKS, Command
 from ..wire.values import ABSENT, PREFIX
 from .identity import Identity
 
@@ -81,7 +81,7 @@ class ClientSession:
         if not self.pending:
             return None
         last: PendingCall = self.pending[-1]
-        return last if last.command.parks else None
+        return last if last.command.flags & PARKS else None
 
     # Output
 
@@ -98,7 +98,7 @@ class ClientSession:
         """
         data, call = self.prepare(command, fields)
         if call is None:
-            if command.mutates and not command.holds:  # RETURN writes nothing of this client's
+            if command.flags & MUTATES and not command.flags & HOLDS:  # RETURN writes nothing of this client's
                 self.written += 1
         elif not call.done:
             self.pending.append(call)
@@ -115,7 +115,7 @@ class ClientSession:
             if refusal:
                 raise AccessDeniedError(f"not allowed: {refusal}")
         waiting = self.waiting
-        if waiting is not None and not (command.reply is NO_REPLY and command.holds):
+        if waiting is not None and not (command.reply is NO_REPLY and command.flags & HOLDS):
             raise RuntimeError(f"cannot send {command.name} while {waiting.command.name} is blocking")
         data = command.prefix + command.request.encode(fields)
         if command.reply is NO_REPLY:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..keyspace.keyspace import Keyspace
 from ..wire.codecs import KEYS, Fields, Handler
-from ..wire.commands import BY_OPCODE, Command
+from ..wire.commands import BY_OPCODE, HANDSHAKE, HOLDS, PARKS, SESSION, Command
 from .key_list_cache import KeyListCache, SharedKeys
 from .observer import Observer
 from .peer import Peer
@@ -70,7 +70,7 @@ class Table:
 
     def _begin_handshakes(self) -> None:
         for command in filter(None, BY_OPCODE):
-            call = self._method(command, command.method) if command.handshake else None
+            call = self._method(command, command.method) if command.flags & HANDSHAKE else None
             if call is not None:
                 self.handshake[command.opcode] = self.first = self._make_slot(command, call)
 
@@ -87,7 +87,7 @@ class Table:
         """
         slot = self.commands[opcode]
         command = BY_OPCODE[opcode]
-        if slot is None and command is not None and not command.handshake:
+        if slot is None and command is not None and not command.flags & HANDSHAKE:
             call = self._method(command, command.method)
             if call is not None:
                 slot = self.commands[opcode] = self._make_slot(command, call)
@@ -142,11 +142,11 @@ class Table:
         feature = self.shared.features.get(name)
         if feature is not None:
             method: Handler = feature(self)
-        elif command.session:
+        elif command.flags & SESSION:
             return None  # a command of a feature that this server does not have
         else:
             method = getattr(self.keyspace, name)
-        if command.session or command.parks or command.holds:
+        if command.flags & (SESSION | PARKS | HOLDS):
             return self._with_session(method, command.request.arity)
         return method
 

@@ -24,6 +24,7 @@ from ..client.requests import Request
 from ..client.sync_client import TCPClient
 from ..keyspace.agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
 from ..keyspace.rounds import CLOSED, FORMED, PARTICIPANT, REDUNDANT
+from ..wire.commands import PARKS
 from ..wire.values import PREFIX, Framed
 from .tcp import TCPStore
 
@@ -199,7 +200,7 @@ class Agent:
         try:
             while True:
                 request, seconds = steps.send(reply)
-                reply = self._meet(request, seconds) if request[0].parks else self._client.call(request)
+                reply = self._meet(request, seconds) if request[0].flags & PARKS else self._client.call(request)
         except StopIteration as end:
             found: Round = end.value
             self._left = found.number

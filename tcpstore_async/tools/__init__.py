@@ -1,1 +1,1 @@
-"""Programs of operators and benchmarkers. Nothing outside imports them: they are found by name."""
+"""Tools for operators and benchmarks. Nothing outside imports them: they are found by name."""

@@ -1,7 +1,7 @@
 """The codecs of request fields and replies, used by both ends. Integers are little-endian.
 
-A codec encodes and decodes one layout of fields. It knows the limits on lengths, but not opcodes, what a request means,
-or where bytes come from.
+A codec encodes and decodes one layout of fields. It knows the limits on lengths; it must not know opcodes, what a
+request means, or where bytes come from.
 
 Invariants: a length is checked against its limit as soon as it is read, before the bytes that it announces. Nothing is
 decoded twice, except the one or two lengths before the point at which a frame was cut.
@@ -20,27 +20,30 @@ from .receive_buffer import resize_uninitialized
 from .values import ABSENT, PREFIX, Framed, pack
 
 Fields = tuple[Any, ...]
+"""The fields of a request."""
+
 Handler = Callable[..., Any]
 """A function that takes the fields of a request."""
 
 _U32: Final = Struct("<I")
+_read_u32: Final = _U32.unpack_from
 _I64: Final = Struct("<q")
 _U64: Final = Struct("<Q")
+
 _ONE_KEY: Final = Struct("<QQ")
 """The number of keys and the length of the first."""
-_read_u32: Final = _U32.unpack_from
 
 LARGE_VALUE_BYTES: Final = 64 * 1024
-"""Length from which on an incomplete value is received into the buffer in which it will be stored."""
+"""Length from which an incomplete value is received straight into the buffer that will be stored."""
 
 _FIRST_BUFFER: Final = 4 * 1024
-"""Initial buffer of a large value, in bytes. It grows to four times what has arrived."""
+"""Bytes of the initial buffer of a large value, which grows to four times what has arrived."""
 
 ITEM_BYTES: Final = 64
 """Bytes counted for one key of an incomplete list, besides its contents."""
 
 _MANY_ITEMS: Final = 10_000
-"""Items from which on a list must not be in the youngest generation of the garbage collector."""
+"""Items above which a list is moved out of the youngest generation of the garbage collector."""
 
 MAX_TOKEN: Final = 4096
 """Bytes of the longest token that AUTH may carry."""
@@ -59,8 +62,8 @@ FIELD_LAYOUTS: Final = {
     "i": "u64 *n*, *n* × (key, value)",
     "m": "u64 *n*, *n* × (name, value)",
 }
-"""Kinds of fields in requests: a 32-bit number, a number, a key, a value, a token, a list of keys, pairs of key and
-value, pairs of name and value. The texts are for `docs/wire.md`."""
+"""Layouts, for `docs/wire.md`, by the letter of a kind of field: a 32-bit number, a number, a key, a value, a token, a
+list of keys, pairs of key and value, pairs of name and value."""
 
 
 class PartialRequest:
@@ -69,14 +72,14 @@ class PartialRequest:
     at: int
     """Where the unused bytes begin in the data that was last decoded."""
     items: list[Any]
-    """The fields, or items of the list, that have been decoded."""
+    """The fields, or items of the list, decoded so far."""
     before: bytes = b""
-    """Bytes that arrived earlier and are to be decoded again, before those at `at`."""
+    """Bytes that arrived earlier and must be decoded again, before those at `at`."""
     endless: bool = False
-    """Whether it has no end: what arrives next may be short."""
+    """Whether it never completes, so that even a short chunk must be decoded."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """As `RequestCodec.decode`, going on from here."""
+        """Continue decoding; returns and raises as `RequestCodec.decode`."""
         raise NotImplementedError
 
     def held(self) -> int:
@@ -84,7 +87,7 @@ class PartialRequest:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Stop, because the connection has gone."""
+        """Release what is held: the connection is gone."""
 
 
 class RequestCodec:
@@ -92,13 +95,13 @@ class RequestCodec:
 
     def __init__(self, kinds: str) -> None:
         self.kinds: Final = kinds
-        """What each field is, by the letters of `FIELD_LAYOUTS`."""
+        """The kind of each field, as a letter of `FIELD_LAYOUTS`."""
         self.arity: Final = len(kinds)
         """The number of fields."""
         self.layout: Final = ", ".join([FIELD_LAYOUTS[kind] for kind in kinds])
-        """The fields as `docs/wire.md` writes them."""
+        """The fields, for `docs/wire.md`."""
         self.names_keys: Final = not {"k", "l", "i"}.isdisjoint(kinds)
-        """Whether there are keys among the fields."""
+        """Whether any field is a key or has keys."""
 
     def keys(self, fields: Fields) -> list[bytes]:
         """Return the keys among the fields."""
@@ -108,8 +111,8 @@ class RequestCodec:
         """Decode the fields that start at `at` in data[:end] and pass them to `call`.
 
         Returns the result of `call` and where the fields stop. If they are incomplete: None, or the `PartialRequest` to
-        go on with, and minus the length that `data` must have to get further. Raises LimitError. (Calling from here
-        instead of returning a tuple of fields saves 0.15 µs a command in plain Python.)
+        continue with, and minus the length that `data` needs for progress. Raises LimitError. (Calling from here, not
+        returning a tuple of fields, saves 0.15 µs a command in plain Python.)
         """
         raise NotImplementedError
 
@@ -119,16 +122,13 @@ class RequestCodec:
 
 
 class _BeginsWithKey(RequestCodec):
-    """The first field is a key, the only one."""
+    """A codec whose first field is a key, and no other."""
 
     def keys(self, fields: Fields) -> list[bytes]:
         return [fields[0]]
 
 
 class _Nothing(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         return call(), at
 
@@ -137,9 +137,6 @@ class _Nothing(RequestCodec):
 
 
 class _U32Field(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("u")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 4
         if stop > end:
@@ -151,9 +148,6 @@ class _U32Field(RequestCodec):
 
 
 class _I64Field(RequestCodec):
-    def __init__(self) -> None:
-        super().__init__("n")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 8
         if stop > end:
@@ -169,36 +163,30 @@ def _unsigned(length: int) -> int:
 
 
 def key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """Return where the key at `at` stops, or minus the length that is needed to go on. Raises LimitError."""
-    start = at + 8
-    if start > end:
-        return -start
-    length: int = read_i64_le(data, at)
-    if length < 0 or length > limits.key_bytes:
-        raise LimitError("key_bytes", _unsigned(length), limits.key_bytes)
-    stop = start + length
-    return stop if stop <= end else -stop
+    """Return where the key at `at` stops, or minus the length that `data` needs for progress. Raises LimitError."""
+    return _stop(data, at, end, "key_bytes", limits.key_bytes)
 
 
 def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """As `key_stop`, for a value."""
+    """Do the same for a value."""
+    return _stop(data, at, end, "value_bytes", limits.value_bytes)
+
+
+def _stop(data: bytes, at: int, end: int, limit: str, allowed: int) -> int:
     start = at + 8
     if start > end:
         return -start
     length: int = read_i64_le(data, at)
-    if length < 0 or length > limits.value_bytes:
-        raise LimitError("value_bytes", _unsigned(length), limits.value_bytes)
+    if length < 0 or length > allowed:
+        raise LimitError(limit, _unsigned(length), allowed)
     stop = start + length
     return stop if stop <= end else -stop
 
 
 class _Key(_BeginsWithKey):
-    def __init__(self) -> None:
-        super().__init__("k")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
-        if start <= end:
+        if start <= end:  # a complete key needs no call of `key_stop`
             stop = start + read_i64_le(data, at)
             if start <= stop <= end and stop - start <= limits.key_bytes:
                 return call(data[start:stop]), stop
@@ -209,9 +197,6 @@ class _Key(_BeginsWithKey):
 
 
 class _KeyI64(_BeginsWithKey):
-    def __init__(self) -> None:
-        super().__init__("kn")
-
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
         if start <= end:
@@ -271,7 +256,7 @@ class _KeyValues(_BeginsWithKey):
         end: int,
         limits: Limits,
     ) -> tuple[Any, int]:
-        """Decode the values that `fields` lacks. If a small one is incomplete, the first result is `partial`."""
+        """Decode the values that `fields` lacks; if a small one is incomplete, return `partial` first."""
         while len(fields) < self.arity:
             stop = _value_stop(data, at, end, limits)
             if stop < 0:
@@ -332,7 +317,7 @@ class _KeyValueNumbers(_BeginsWithKey):
 
 
 class _PartialValues(PartialRequest):
-    """A request whose large value has arrived, but not the next one."""
+    """A request whose first value was large and has arrived, while the second is incomplete."""
 
     def __init__(self, codec: _KeyValues, fields: list[Any]) -> None:
         self.codec = codec
@@ -347,7 +332,7 @@ class _PartialValues(PartialRequest):
 
 
 class LargeValue(PartialRequest):
-    """A request whose large value is received straight into the buffer that will be stored, or compared.
+    """A request whose large value is received straight into the buffer that will be stored or compared.
 
     The buffer grows as bytes arrive: announcing a length alone costs no memory.
     """
@@ -391,6 +376,7 @@ class LargeValue(PartialRequest):
 
 
 def alone(key: bytes) -> bytes:
+    """Make a list item from the only field, a key."""
     return key
 
 
@@ -420,7 +406,7 @@ class CountedList(RequestCodec):
             return None, -start
         count: int = read_i64_le(data, at)
         limits.check_keys(count)
-        if count == 1 and self.item is KEY and start + 8 <= end:
+        if count == 1 and self.item is KEY and start + 8 <= end:  # most WAITs and CHECKs
             stop = start + 8 + read_i64_le(data, start)
             if start + 8 <= stop <= end and stop - start - 8 <= limits.key_bytes:
                 return call([data[start + 8 : stop]]), stop
@@ -429,11 +415,12 @@ class CountedList(RequestCodec):
     def decode_items(
         self, call: Handler, count: int, data: bytes, at: int, end: int, limits: Limits
     ) -> tuple[Any, int]:
-        """As `decode`, once the count of the list that starts at `at` is known."""
+        """Decode a list that starts at `at` and whose count is known; returns and raises as `decode`."""
         start = at + PREFIX
         items: list[Any] = []
         stop = take_keys(items, count, data, start, end, limits) if self.item is KEY else start
         size = stop - at
+        # The common case: all has arrived, and even the whole list is within the limit on its keys.
         if len(items) == count and size <= limits.request_bytes and size <= limits.request_key_bytes:
             return call(items), stop
         return PartialList(self, count, items, size).decode(call, data, stop, end, limits)
@@ -466,7 +453,7 @@ def take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limi
 
 
 class PartialList(PartialRequest):
-    """The items of a counted list that have arrived so far."""
+    """A counted list of which some items have arrived."""
 
     def __init__(self, codec: CountedList, count: int, items: list[Any], size: int) -> None:
         self.codec = codec
@@ -477,7 +464,7 @@ class PartialList(PartialRequest):
         """Bytes of the keys."""
         self.at = 0
         if count > _MANY_ITEMS:
-            gc.collect(0)  # lest the list is traversed when it is long: 20 ms for 131,072 long keys
+            gc.collect(0)  # else a later collection traverses the long list: 20 ms for 131,072 long keys
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         item = self.codec.item
@@ -486,6 +473,7 @@ class PartialList(PartialRequest):
         if item is KEY:
             at = take_keys(items, self.count, data, at, end, limits)
         need = 0
+        # Other items than keys; of keys, the one that `take_keys` refused: it is incomplete or too long.
         while len(items) < self.count:
             field, stop = item.decode(self.codec.pick, data, at, end, limits)
             if stop < 0:
@@ -495,7 +483,7 @@ class PartialList(PartialRequest):
             if item is not KEY:
                 self.key_bytes += len(field[0])
             at = stop
-        if item is KEY:
+        if item is KEY:  # all bytes but the length prefixes and the count
             self.key_bytes = self.size + at - start - PREFIX * (len(items) + 1)
         if self.key_bytes > limits.request_key_bytes:
             raise LimitError("request_key_bytes", self.key_bytes, limits.request_key_bytes)
@@ -513,44 +501,48 @@ class PartialList(PartialRequest):
 class ReplyCodec:
     """The layout of a reply."""
 
-    kind: str = ""
-    """What the result is: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its absence,
-    `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
-
-    layout: str = ""
-    """The reply as `docs/wire.md` writes it."""
-
-    encode: Callable[[Any], Any] | None
-    """Converts a result to the reply's bytes, or its pieces; None if the result is these already, or nothing."""
-
-    in_pieces: bool = False
-    """Whether the reply is a list of pieces, so that values are not copied."""
-
-    measure: Callable[[Any], int] | None = None
-    """Returns the length in bytes, for a reply that may be much larger than its request."""
+    def __init__(
+        self,
+        kind: str = "",
+        layout: str = "",
+        encode: Callable[[Any], Any] | None = None,
+        in_pieces: bool = False,
+        measure: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.kind = kind
+        """The kind of result: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its
+        absence, `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
+        self.layout = layout
+        """The reply, for `docs/wire.md`."""
+        self.encode = encode
+        """Converts a result to the reply's bytes, or its pieces; None if the result is these already, or nothing."""
+        self.in_pieces = in_pieces
+        """Whether the reply is a list of pieces, so that values are not copied."""
+        self.measure = measure
+        """Returns the length in bytes; set for a reply that may be much larger than its request."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys in the request.
 
-        Returns the result and where it stops. If it is incomplete: None, or the `PartialReply` to go on with, and minus
-        the length that `data` must have to get further. Raises ProtocolError for what cannot be a reply.
+        Returns the result and where it stops. If it is incomplete: None, or the `PartialReply` to continue with, and
+        minus the length that `data` needs for progress. Raises ProtocolError for an invalid reply.
         """
         raise NotImplementedError
 
 
 class PartialReply:
-    """The state of a reply of several items that has been decoded in part."""
+    """The state of a reply that has been decoded in part: items, and how many there will be."""
 
-    def __init__(self, count: int, items: list[Framed], bare: bool) -> None:
+    def __init__(self, count: int, bare: bool) -> None:
         self.count = count
-        self.items = items
+        self.items: list[Framed] = []
         self.bare = bare
-        """Whether items are kept without their length prefix, as keys are."""
+        """Whether items are kept without their length prefix: keys are, values are not."""
         self.at = 0
         """Where the unused bytes begin in the data that was last decoded."""
 
     def decode(self, data: bytes, at: int, end: int) -> tuple[Any, int]:
-        """As `ReplyCodec.decode`, going on from here."""
+        """Continue decoding; returns and raises as `ReplyCodec.decode`."""
         items = self.items
         skip = PREFIX if self.bare else 0
         while len(items) < self.count:
@@ -564,24 +556,15 @@ class PartialReply:
 
 
 MAX_REPLY_ITEM: Final = 2**40
-"""Bytes of a value, and number of keys, from which on a reply cannot be valid."""
+"""Bytes of a value, and number of keys, from which a reply is invalid."""
 
 
 class _NoReply(ReplyCodec):
-    def __init__(self) -> None:
-        self.layout = ""
-        self.encode = None
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         return None, at
 
 
 class _Echo(ReplyCodec):
-    def __init__(self) -> None:
-        self.kind = "u"
-        self.layout = "u32"
-        self.encode = _U32.pack
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 4
         if stop > end:
@@ -590,11 +573,6 @@ class _Echo(ReplyCodec):
 
 
 class _Number(ReplyCodec):
-    def __init__(self) -> None:
-        self.kind = "n"
-        self.layout = "i64"
-        self.encode = _I64.pack
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 8
         if stop > end:
@@ -610,16 +588,14 @@ WAIT_CANCELED: Final = 1
 
 
 class _Byte(ReplyCodec):
-    """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply."""
+    """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply yet."""
 
     def __init__(self, kind: str, yes: int, no: int | None, layout: str, error: str) -> None:
-        self.kind = kind
-        self.layout = layout
+        super().__init__(kind, layout, (b"" if no is None else bytes([no]), bytes([yes])).__getitem__)
         self.yes = yes
         self.no = no
         self.error = error
-        """The message of PyTorch's client for any other byte."""
-        self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
+        """The message for any other byte, as PyTorch's client has it."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         if at == end:
@@ -642,11 +618,6 @@ def _framed_stop(data: bytes, at: int, end: int) -> int:
 
 
 class _Value(ReplyCodec):
-    def __init__(self, layout: str) -> None:
-        self.kind = "v"
-        self.layout = layout
-        self.encode = None
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = _framed_stop(data, at, end)
         if stop < 0:
@@ -656,11 +627,6 @@ class _Value(ReplyCodec):
 
 class _NoValue(ReplyCodec):
     """The end of a FETCH without a value: a length that no value has."""
-
-    def __init__(self) -> None:
-        self.kind = "a"
-        self.layout = "8 bytes `ff`"
-        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + PREFIX
@@ -674,24 +640,12 @@ class _NoValue(ReplyCodec):
 class _Values(ReplyCodec):
     """One value for each key of the request."""
 
-    def __init__(self) -> None:
-        self.kind = "w"
-        self.layout = "*n* × value"
-        self.encode = None
-        self.in_pieces = True
-
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
-        return PartialReply(count, [], bare=False).decode(data, at, end)
+        return PartialReply(count, bare=False).decode(data, at, end)
 
 
 class _CountedKeys(ReplyCodec):
     """A count and as many keys."""
-
-    def __init__(self) -> None:
-        self.kind = "c"
-        self.layout = "i64 *n*, *n* × key"
-        self.encode = _encode_keys
-        self.measure = _measure_keys
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -700,7 +654,7 @@ class _CountedKeys(ReplyCodec):
         number: int = read_i64_le(data, at)
         if not 0 <= number < MAX_REPLY_ITEM:
             raise ProtocolError(f"reply claims {_unsigned(number)} keys")
-        return PartialReply(number, [], bare=True).decode(data, start, end)
+        return PartialReply(number, bare=True).decode(data, start, end)
 
 
 def _measure_keys(keys: list[bytes]) -> int:
@@ -717,12 +671,6 @@ def _encode_keys(keys: list[bytes]) -> bytes:
 
 class _Popped(ReplyCodec):
     """A length and, if it is more than 0, a value."""
-
-    def __init__(self, layout: str, encode: Callable[[Any], Any]) -> None:
-        self.kind = "p"
-        self.layout = layout
-        self.encode = encode
-        self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -746,11 +694,11 @@ def _encode_deferred_popped(popped: tuple[int, Framed | None] | None) -> list[Fr
     return [] if popped is None else encode_popped(popped)
 
 
-NOTHING: Final[RequestCodec] = _Nothing()
-U32: Final[RequestCodec] = _U32Field()
-I64: Final[RequestCodec] = _I64Field()
-KEY: Final[RequestCodec] = _Key()
-KEY_I64: Final[RequestCodec] = _KeyI64()
+NOTHING: Final[RequestCodec] = _Nothing("")
+U32: Final[RequestCodec] = _U32Field("u")
+I64: Final[RequestCodec] = _I64Field("n")
+KEY: Final[RequestCodec] = _Key("k")
+KEY_I64: Final[RequestCodec] = _KeyI64("kn")
 KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
 KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
 KEY_VALUE_2_I64: Final[RequestCodec] = _KeyValueNumbers(2)
@@ -761,15 +709,17 @@ NAMED_VALUES: Final[RequestCodec] = CountedList("m", _KeyValue(1, large=False), 
 TOKEN: Final[RequestCodec] = _Token(MAX_TOKEN)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
-ECHO: Final[ReplyCodec] = _Echo()
-NUMBER: Final[ReplyCodec] = _Number()
+ECHO: Final[ReplyCodec] = _Echo("u", "u32", _U32.pack)
+NUMBER: Final[ReplyCodec] = _Number("n", "i64", _I64.pack)
 PRESENCE: Final[ReplyCodec] = _Byte("b", READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
 WAKE: Final[ReplyCodec] = _Byte("d", STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
 CANCELED: Final[ReplyCodec] = _Byte("d", WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
-VALUE: Final[ReplyCodec] = _Value("value")
-DEFERRED_VALUE: Final[ReplyCodec] = _Value("value, now or later")
-NO_VALUE: Final[ReplyCodec] = _NoValue()
-VALUES: Final[ReplyCodec] = _Values()
-COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys()
-POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0", encode_popped)
-DEFERRED_POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped)
+VALUE: Final[ReplyCodec] = _Value("v", "value")
+DEFERRED_VALUE: Final[ReplyCodec] = _Value("v", "value, now or later")
+NO_VALUE: Final[ReplyCodec] = _NoValue("a", "8 bytes `ff`")
+VALUES: Final[ReplyCodec] = _Values("w", "*n* × value", in_pieces=True)
+COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys("c", "i64 *n*, *n* × key", _encode_keys, measure=_measure_keys)
+POPPED: Final[ReplyCodec] = _Popped("p", "i64 *n*; value if *n* > 0", encode_popped, in_pieces=True)
+DEFERRED_POPPED: Final[ReplyCodec] = _Popped(
+    "p", "i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped, in_pieces=True
+)

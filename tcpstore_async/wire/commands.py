@@ -1,13 +1,13 @@
 """The command table: every opcode of the protocol, in one place.
 
 Each row declares a command's opcode, name, request and reply codecs, the method that executes it, its flags and its
-documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. What the
-methods do is not known here.
+documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. Must not
+know what the methods do.
 
 `docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
 
-from enum import IntFlag
+from dataclasses import dataclass, field
 from typing import Final
 
 from .codecs import (
@@ -45,84 +45,63 @@ MAGIC: Final = 0x3C85F7CE
 """The magic number of VALIDATE."""
 
 SERVER_KEY: Final = b"tcpstore_async/server"
-"""CHECK finds this reserved key on servers with the extension; GET returns the server's identity in JSON.
+"""Reserved key that CHECK finds on servers with the extension; GET returns the server's identity in JSON.
 
-No stock client can name it, since their keys begin with `/`. It is not a key of the store: nothing counts or lists it.
+No stock client can name it: their keys begin with `/`. It is not a key of the store: nothing counts or lists it.
 """
 
 WORKERS_KEY: Final = b"init/"
 """PyTorch's counter of the ranks that have joined: the one key of its client without a slash before it."""
 
 JOINS_KEY: Final = b"tcpstore_async/joins"
-"""GET of this reserved key returns how many ranks the server's owner expects to join; absent without an owner."""
+"""Reserved key whose GET returns how many ranks the server's owner expects; absent without an owner."""
 
 
-class Flag(IntFlag):
-    """What a server must know about a command besides its codecs."""
+# Flags of a row: what a server must know about a command besides its codecs. They are integers because `&` of an enum
+# takes a microsecond in any build.
 
-    MUTATES = 1
-    """May change what is stored."""
-    PARKS = 2
-    """The method's first argument is the waiter, which it parks or releases. A client's call may block."""
-    SESSION = 4
-    """Concerns the connection: the method belongs to the session, not to the keyspace."""
-    HANDSHAKE = 8
-    """Must be the first command of a connection, and occur only there."""
-    EXTENSION = 16
-    """Not part of PyTorch's protocol: send it only to a server known to have it. Set by `since`, not in a row."""
-    HOLDS = 32
-    """The method's first argument is the waiter, which then holds something, or no longer; it does not block."""
-    STORES = 64
-    """May make the store hold more than before."""
-    WHOLE = 128
-    """Concerns all keys of the store."""
-    FIRST = 256
-    """Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
-    INTERNAL = 512
-    """Clients send it of their own accord: no method of a store is named after it."""
+MUTATES: Final = 1
+"""May change what is stored."""
+PARKS: Final = 2
+"""The method's first argument is the waiter, which it parks or releases. A client's call may block."""
+SESSION: Final = 4
+"""Concerns the connection: the method belongs to the session, not to the keyspace."""
+HANDSHAKE: Final = 8
+"""Must be the first command of a connection, and occur only there."""
+HOLDS: Final = 16
+"""The method's first argument is the waiter, which takes or releases something; a client's call does not block."""
+STORES: Final = 32
+"""May make the store hold more than before. Implies MUTATES."""
+WHOLE: Final = 64
+"""Concerns all keys of the store."""
+FIRST: Final = 128
+"""Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
+INTERNAL: Final = 256
+"""Sent by clients of their own accord: no method of a store is named after it."""
 
 
-MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
-HOLDS, INTERNAL = Flag.HOLDS, Flag.INTERNAL
-STORES, WHOLE, FIRST = Flag.MUTATES | Flag.STORES, Flag.WHOLE, Flag.FIRST
-
-
+@dataclass(eq=False)
 class Command:
     """One row of the table."""
 
-    def __init__(
-        self,
-        opcode: int,
-        name: str,
-        request: RequestCodec,
-        reply: ReplyCodec,
-        method: str,
-        flags: int,
-        doc: str,
-        since: int = 0,
-    ) -> None:
-        self.opcode = opcode
-        self.prefix = bytes([opcode])
-        """The first byte of its requests."""
-        self.name = name
-        self.request = request
-        self.reply = reply
-        self.method = method
-        """The name of the method that executes it, and of the stores' methods unless it is internal."""
-        self.flags = flags | Flag.EXTENSION if since else flags
-        self.since = since
-        """The version of the extension that has added it; 0 for PyTorch's commands."""
-        self.doc = doc
-        """What it does, in Markdown, for `docs/wire.md`."""
-        # Asked for each store and session: `&` of an enum takes 2 µs in any build.
-        self.mutates: bool = bool(flags & Flag.MUTATES)
-        self.parks: bool = bool(flags & Flag.PARKS)
-        self.holds: bool = bool(flags & Flag.HOLDS)
-        self.stores: bool = bool(flags & Flag.STORES)
-        self.whole: bool = bool(flags & Flag.WHOLE)
-        self.session: bool = bool(flags & Flag.SESSION)
-        self.handshake: bool = bool(flags & Flag.HANDSHAKE)
-        self.first: bool = bool(flags & Flag.FIRST)
+    opcode: int
+    name: str
+    request: RequestCodec
+    reply: ReplyCodec
+    method: str
+    """The name of the method that executes it, and of the stores' methods unless it is INTERNAL."""
+    flags: int
+    doc: str
+    """What it does, in Markdown, for `docs/wire.md`."""
+    since: int = 0
+    """Version of the extension that added it; 0 for PyTorch's commands, which every server has."""
+    prefix: bytes = field(init=False)
+    """The first byte of its requests."""
+
+    def __post_init__(self) -> None:
+        self.prefix = bytes([self.opcode])
+        if self.flags & STORES:
+            self.flags |= MUTATES
 
 
 COMMANDS: Final = (
@@ -182,7 +161,7 @@ COMMANDS: Final = (
     Command(0x40, "FETCH",        KEY,             DEFERRED_VALUE,  "fetch",     PARKS | INTERNAL,
             "Replies with the value at once if the key exists, as CHECK sees it; otherwise once it appears, like WAIT "
             "for that key followed by GET: a QUEUE_PUSH ends it with the empty value and leaves the item to the "
-            "waiters behind it. Closes the connection if it has to block while another wait is pending.", since=1),
+            "waiters behind it. Closes the connection if it must block while another wait is pending.", since=1),
     Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,      "cancel_fetch", PARKS | INTERNAL,
             "Like CANCEL_WAIT, for a FETCH. If the value has already been sent, it precedes the reply.", since=1),
     Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,          "wait_count",  PARKS | INTERNAL,
@@ -201,7 +180,7 @@ COMMANDS: Final = (
     Command(0x45, "LEASE_LATER",  KEY_I64,         DEFERRED_POPPED, "lease_later", MUTATES | PARKS | INTERNAL,
             "Like LEASE, but if the key does not exist, the reply is sent once it does. It joins the queue's waiters "
             "in order of arrival, and takes the item itself. If the key has a plain value, or is set to one, *n* is "
-            "0. Closes the connection if it has to block while another wait is pending.", since=2),
+            "0. Closes the connection if it must block while another wait is pending.", since=2),
     Command(0x46, "CONFIRM",      I64,             NO_REPLY,      "confirm",     HOLDS | INTERNAL,
             "Ends the lease under this ticket: the item has reached its caller and is gone. Does nothing if there is "
             "no such lease. May be sent while the connection waits.", since=2),
@@ -225,7 +204,7 @@ COMMANDS: Final = (
             "order of names, and the world size. If the agent is to time a last call, replies with the round, -1 and "
             "the number of the call; if the rounds are closed, with the round, -2 and 1 for a redundant agent, else "
             "0. May be repeated, on any connection. Ended by CANCEL_FETCH. Closes the connection for any other "
-            "numbers, if it has to block while another wait is pending, and, unless the rounds are closed, once the "
+            "numbers, if it must block while another wait is pending, and, unless the rounds are closed, once the "
             "owner of the server has stopped it or ended.", since=3),
     Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | INTERNAL,
             "Executes an action for the agent whose name is the value (for no agent if the value is empty), and "
@@ -282,4 +261,4 @@ BY_OPCODE: Final = by_opcode(COMMANDS)
 BY_METHOD: Final = {command.method: command for command in COMMANDS}
 
 EXTENSION: Final = max([command.since for command in COMMANDS])
-"""The version of the extension: which of its commands servers of this package have."""
+"""The version of the extension: its commands up to this version are implemented."""

@@ -5,8 +5,8 @@
 * `Growing`: a value under APPEND, in pieces, so that n appends do not copy everything n times. It becomes framed when
   it is read while smaller than `CHUNKED_BYTES`; a larger one is read in pieces and stays as it is.
 
-This module converts between the forms and plain bytes. It knows nothing of keys and commands. Invariant: a stored value
-never changes, so it may be sent later without a copy. `Growing` is the exception and never leaves the keyspace.
+Converts between the forms and plain bytes. Must not know keys and commands. Invariant: a stored value never changes, so
+it may be sent later without a copy. `Growing` is the exception and never leaves the keyspace.
 """
 
 import re
@@ -21,10 +21,10 @@ PREFIX: Final = 8
 _U64: Final = Struct("<Q")
 
 _LENGTHS: Final[list[bytes]] = [_U64.pack(length) for length in range(256)]
-"""The prefixes of most keys and values: looking one up takes a tenth of the time of packing it."""
+"""Prefixes of short keys and values: looking one up takes a tenth of the time of packing it."""
 
 COUNTER_SIZE: Final = PREFIX
-"""Bytes that a counter counts against `Limits.budget_bytes`."""
+"""Bytes counted for a counter against `Limits.budget_bytes`."""
 
 GROWING_BYTES: Final = 128
 """Bytes counted for a value that was appended to, besides its contents."""
@@ -36,13 +36,11 @@ ABSENT: Final = b"\xff" * PREFIX
 """Sentinel for "no value": a length that no value has."""
 
 NUMBER_BYTES: Final = 4096
-"""A number must end within this many bytes of its value, leading white space and zeros included.
-
-This bounds the time that parsing a large value takes.
-"""
+"""Bytes of a value within which its number must end, leading white space and zeros included. This bounds the time to
+parse a large value."""
 
 CHUNKED_BYTES: Final = 64 * 1024
-"""Size from which on a value under APPEND is read in pieces: neither GET nor the next APPEND copies all of it."""
+"""Size from which a value under APPEND is read in pieces, so that neither GET nor the next APPEND copies all of it."""
 
 _PIECE: Final = 256 * 1024
 """Approximate length of these pieces."""
@@ -51,20 +49,20 @@ Framed = bytes | bytearray
 """A value behind its length prefix."""
 
 Value = Framed | list[Framed]
-"""A value as it goes into a reply: one piece or, if it is large and was appended to, several."""
+"""A value in a reply: one piece or, if it is large and was appended to, several."""
 
 
 class Growing:
-    """A value under APPEND: pieces that do not change any more, and a growing tail."""
+    """A value under APPEND: immutable pieces and a growing tail."""
 
     def __init__(self, first: Framed) -> None:
         self.pieces: list[Framed] = []
-        """Shared with replies that have not been sent yet."""
+        """Shared with unsent replies."""
         self.tail = bytearray(memoryview(first)[PREFIX:])
         self.size: int = len(self.tail)
 
     def append(self, value: Framed) -> None:
-        """Append a value, which nobody else may hold: a large one becomes a piece without a copy."""
+        """Append a value, taking ownership: a large one becomes a piece without a copy."""
         self.size += len(value) - PREFIX
         if isinstance(value, bytearray) and len(value) > _PIECE:
             if self.tail:
@@ -77,13 +75,13 @@ class Growing:
             self._close_tail()
 
     def read(self) -> list[Framed]:
-        """Return the framed value in pieces that later appends do not change."""
+        """Return the framed value in pieces, which later appends do not change."""
         if self.tail:
             self._close_tail()
         return [_U64.pack(self.size), *self.pieces]
 
     def start(self) -> Framed:
-        """Return its first bytes: at least `NUMBER_BYTES`, or all."""
+        """Return the first bytes: at least `NUMBER_BYTES`, or all."""
         pieces = self.pieces
         if not pieces:
             return self.tail
@@ -93,7 +91,7 @@ class Growing:
         return first + (pieces[1] if len(pieces) > 1 else self.tail)[:NUMBER_BYTES]
 
     def _close_tail(self) -> None:
-        """Append the tail to the pieces, or to the last piece while that is short: frequent reads make few pieces."""
+        """Make the tail a piece, or append it to a short last piece, so that frequent reads make few pieces."""
         pieces = self.pieces
         if pieces and len(pieces[-1]) + len(self.tail) <= _PIECE:
             pieces[-1] = pieces[-1] + self.tail
@@ -117,7 +115,7 @@ def unpack(value: Framed) -> bytes:
 
 
 def framed(value: StoredValue) -> Framed:
-    """Return a stored value as it goes into a reply."""
+    """Return a stored value framed, for a reply."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, int):
@@ -136,12 +134,12 @@ def length(pieces: list[Framed]) -> int:
 
 
 def cost(value: StoredValue) -> int:
-    """Return the bytes that a stored value counts against `Limits.budget_bytes`."""
+    """Return the bytes counted for a stored value against `Limits.budget_bytes`."""
     return size(value) + (GROWING_BYTES if isinstance(value, Growing) else 0)
 
 
 def size(value: StoredValue) -> int:
-    """Return the length of a stored value, framed; COUNTER_SIZE for a counter."""
+    """Return the length of a stored value with its prefix; COUNTER_SIZE for a counter."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, int):
@@ -152,14 +150,18 @@ def size(value: StoredValue) -> int:
 
 
 def read_length(value: StoredValue) -> int:
-    """Return how many bytes a client reads."""
+    """Return the length of the value that a client gets."""
     return len(str(value)) if isinstance(value, int) else size(value) - PREFIX
 
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]{0,20})")
+"""The sign and up to 20 digits after leading zeros: more cannot fit int64."""
+
 _ZERO: Final = re.compile(rb"[ \t\n\v\f\r]*[+-]?0")
+"""A number that is all zeros, which leaves `_NUMBER` no digits."""
+
 _SMALL: Final = 2**61
-"""Below this, compiled code compares without making an object."""
+"""Magnitude below which compiled code compares without making an object."""
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
@@ -177,7 +179,7 @@ def number(value: StoredValue) -> int:
     stop = start + NUMBER_BYTES
     found = _NUMBER.match(text, start, stop)
     assert found is not None
-    if found.end() == stop and size(value) > PREFIX + NUMBER_BYTES:
+    if found.end() == stop and size(value) > PREFIX + NUMBER_BYTES:  # the digits may continue
         raise ProtocolError(f"value has no number within its first {NUMBER_BYTES} bytes")
     sign, digits = found.groups()
     if digits:

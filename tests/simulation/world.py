@@ -31,7 +31,7 @@ from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, joining
 from tcpstore_async.wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED
-from tcpstore_async.wire.commands import BY_METHOD, Flag
+from tcpstore_async.wire.commands import BY_METHOD, HOLDS, MUTATES, PARKS
 from tcpstore_async.wire.values import ABSENT, Framed, pack, unpack
 
 Step = tuple[Any, ...]
@@ -331,7 +331,7 @@ class World(Fleet):
         session, link = client.session, client.link
         assert link is not None
         command = BY_METHOD[method]
-        if command.parks and session.unconfirmed():
+        if command.flags & PARKS and session.unconfirmed():
             data, fence = session.fence(7)
             self._write(link, "ping", (7,), data)
             client.calls[fence] = None
@@ -455,7 +455,7 @@ def _answered(call: PendingCall) -> bytes:
 SILENT: Final = {
     method
     for method, command in BY_METHOD.items()
-    if command.reply is NO_REPLY and command.mutates and not command.flags & Flag.HOLDS
+    if command.reply is NO_REPLY and command.flags & MUTATES and not command.flags & HOLDS
 }
 GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)

@@ -1,7 +1,4 @@
-"""`tcpstore doctor`: options, output and exit status.
-
-This module does not know what is checked.
-"""
+"""`tcpstore doctor`: options, output and exit status. Must not know what is checked."""
 
 import sys
 from typing import Final
@@ -83,7 +80,7 @@ def doctor_command(
 
     Exit status: 0 if no check fails, 1 otherwise.
     """
-    from .examination import SECONDS, Machine, examine  # not for the other commands, which have to start fast
+    from .examination import SECONDS, Machine, examine  # not at the top: other commands must start fast
     from .finding import FAIL, Finding
     from .server import Way
 

@@ -1,4 +1,4 @@
-"""A deadline for what cannot be interrupted, such as a look-up of a name."""
+"""A deadline for calls that cannot be interrupted, such as name look-ups."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,11 @@ _T = TypeVar("_T")
 
 
 class TooSlow(Exception):
-    """A call was not done in time. It is left behind in a thread for which nothing waits."""
+    """The call timed out; its daemon thread is abandoned."""
 
 
 def within(seconds: float, function: Callable[[], _T]) -> _T:
-    """Return what a function returns, or raise what it raises; TooSlow if that takes longer."""
+    """Return what a function returns, or raise what it raises. Raises TooSlow if it takes longer than `seconds`."""
     results: list[_T] = []
     errors: list[BaseException] = []
 

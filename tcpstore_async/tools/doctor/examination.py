@@ -1,6 +1,6 @@
 """Reads this machine and runs the checks.
 
-Knows where the kernel and the resolver say what the checks need. Must not know what is good or bad.
+Knows where the kernel and the resolver have the inputs of checks. Must not know what is good or bad.
 """
 
 import functools
@@ -17,21 +17,21 @@ from .deadline import TooSlow, within
 from .finding import SKIP, WARN, Finding
 
 SECONDS: Final = 5.0
-"""Time for one look-up, or for the server."""
+"""Timeout of one look-up, or of the server."""
 
 _LOOK_UPS: Final = 6
-"""A check takes no longer than that many look-ups, whatever hangs."""
+"""Look-ups whose timeouts together limit one check, whatever hangs."""
 
 _SYS: Final = Path("/sys")
 
 _CLOCK: Final = "devices/system/clocksource/clocksource0"
 
 _SOMEWHERE: Final = ("192.0.2.1", 9)
-"""An address for documentation, to which nothing is sent."""
+"""An address reserved for documentation; nothing is sent to it."""
 
 
 class Machine:
-    """This machine, or what a test takes for it."""
+    """This machine, or a test's imitation."""
 
     def __init__(
         self, proc: Path = PROC, sys: Path = _SYS, name: str = "", environ: Mapping[str, str] = os.environ
@@ -42,7 +42,7 @@ class Machine:
         self.environ = environ
 
     def sysctl(self, name: str) -> str:
-        """Return a setting of the kernel, "" if there is none of that name."""
+        """Return a kernel setting, "" if it does not exist."""
         return _read(self.proc / "sys" / name.replace(".", "/"))
 
     def number(self, name: str) -> int | None:
@@ -54,7 +54,7 @@ class Machine:
 
 
 def _read(path: Path) -> str:
-    """Return what a file of the kernel's contains, "" if it cannot be read."""
+    """Return the contents of a kernel file, "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -64,10 +64,10 @@ def _read(path: Path) -> str:
 def examine(
     machine: Machine, ranks: int, port: int | None, way: server.Way | None, seconds: float = SECONDS
 ) -> Iterator[Finding]:
-    """Yield what is found, check by check.
+    """Yield findings, check by check.
 
-    `port` is where a server is to be started on this machine, None if it is not; `way` leads to one that runs, perhaps
-    on this machine too. What concerns a server's machine is left out on others.
+    `port` is for a server to be started on this machine, None for none; `way` leads to a running server, perhaps on
+    this machine. Checks of a server's machine are skipped on other machines.
     """
     serves = port is not None or (way is not None and bool(_own_addresses(way.host, seconds)))
     store_port = port if port is not None else way.port if way is not None else None
@@ -75,9 +75,13 @@ def examine(
         ("host name", lambda: names.check_name(machine.name, look_up, is_local, own_address(), seconds))
     ]
     if serves:
-        checks.append(("reverse names", lambda: _check_reverse_names(machine.name, ranks, seconds)))
+        checks.append(
+            ("reverse names", lambda: names.check_reverse_names(_peers(machine.name, seconds), reverse, ranks, seconds))
+        )
         if port is not None:
-            checks.append(("port", lambda: kernel.check_port(port, bind, _holder(machine))))
+            checks.append(
+                ("port", lambda: kernel.check_port(port, bind, lambda held: find_holder("::", held, machine.proc)))
+            )
         checks.append(("queues", lambda: _check_queues(machine, ranks)))
     else:
         text = "the server is on another machine: run this command there too"
@@ -101,10 +105,6 @@ def examine(
             yield Finding(name, WARN, f"could not be checked: {error.strerror or error}")
 
 
-def _check_reverse_names(name: str, ranks: int, seconds: float) -> list[Finding]:
-    return names.check_reverse_names(_peers(name, seconds), reverse, ranks, seconds)
-
-
 def _check_queues(machine: Machine, ranks: int) -> list[Finding]:
     somaxconn = machine.number("net.core.somaxconn")
     backlog, cookies = machine.number("net.ipv4.tcp_max_syn_backlog"), machine.number("net.ipv4.tcp_syncookies")
@@ -121,13 +121,8 @@ def _check_ephemeral_ports(machine: Machine, port: int) -> Finding:
     return kernel.check_ephemeral_ports(port, ports, reserved)
 
 
-def _holder(machine: Machine) -> Callable[[int], Holder | None]:
-    """Return what finds out who holds a port of a machine."""
-    return lambda port: find_holder("::", port, machine.proc)
-
-
 def _find_listener(machine: Machine, way: server.Way, seconds: float) -> Holder | None:
-    """Return who listens at the end of a way, if that is this machine."""
+    """Return the listener that a way leads to, if it is on this machine."""
     for address in _own_addresses(way.host, seconds):
         found = find_holder(address, way.port, machine.proc)
         if found is not None and not found.peer:
@@ -136,7 +131,7 @@ def _find_listener(machine: Machine, way: server.Way, seconds: float) -> Holder 
 
 
 def _own_addresses(host: str, seconds: float) -> list[str]:
-    """Return those addresses of a name that are this machine's."""
+    """Return the addresses of a name that are this machine's."""
     try:
         return list(filter(is_local, within(seconds, lambda: look_up(host))))
     except (OSError, TooSlow):
@@ -156,12 +151,12 @@ def look_up(name: str) -> list[str]:
 
 
 def reverse(address: str) -> str:
-    """Return the name of an address, as PyTorch's servers look it up."""
+    """Return the name of an address, looked up as PyTorch's servers do."""
     return socket.getnameinfo((address, 0), 0)[0]
 
 
 def is_local(address: str) -> bool:
-    """Whether this machine has an address."""
+    """Return whether an address is this machine's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -172,7 +167,7 @@ def is_local(address: str) -> bool:
 
 
 def own_address() -> str:
-    """Return the address from which this machine reaches others, "" if it has none. Nothing is sent."""
+    """Return the address from which this machine reaches others, "" for none. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(_SOMEWHERE)
@@ -182,7 +177,7 @@ def own_address() -> str:
 
 
 def _peers(name: str, seconds: float) -> list[str]:
-    """Return addresses from which ranks of this machine connect."""
+    """Return the addresses from which ranks on this machine connect."""
     try:
         return list(dict.fromkeys(["127.0.0.1", *within(seconds, lambda: look_up(name))]))
     except (OSError, TooSlow):
@@ -190,7 +185,7 @@ def _peers(name: str, seconds: float) -> list[str]:
 
 
 def bind(port: int) -> None:
-    """Find out whether a master could listen on a port, as it would, but without listening. Raises OSError."""
+    """Bind a port as a master would, without listening. Raises OSError if that fails."""
     try:
         _bind(socket.AF_INET6, "::", port)
     except OSError:

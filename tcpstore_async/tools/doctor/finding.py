@@ -1,8 +1,9 @@
-"""What a check has found."""
+"""Results of checks."""
 
 from typing import Final, NamedTuple
 
 OK: Final = "ok"
+"""No problem."""
 WARN: Final = "warn"
 """It works, but badly, or not everywhere."""
 FAIL: Final = "fail"
@@ -18,4 +19,4 @@ class Finding(NamedTuple):
     status: str
     text: str
     fix: str = ""
-    """A command, or what else to do; "" if there is nothing to be done."""
+    """A command, or other advice; "" if nothing needs to be done."""

@@ -1,22 +1,22 @@
-"""The environment variables that decide how much a job's start asks of its store.
+"""Environment variables that determine how many requests a job's start sends to its store.
 
-Must not know PyTorch. They have to be the same for all ranks, so what is set here counts if ranks start from here.
+They must be the same for all ranks, so the ones set here count if ranks start from here. Must not know PyTorch.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
 from ...base.gloo_switches import BATCHED, LARGE, LAZY, SHORT, is_batched, is_lazy, is_short, requests
+from ...diagnosis.patterns import RANKS_PER_ROOT
 from .finding import FAIL, OK, WARN, Finding
 
 _RANKS_PER_ROOT: Final = "TORCH_NCCL_RANKS_PER_ROOT"
 
-_DEFAULT_RANKS_PER_ROOT: Final = 128
-
 _MANY_KEYS: Final = 1_000_000
-"""Keys, of all ranks' requests together, that PyTorch's servers take seconds to register."""
+"""Keys, in the requests of all ranks, that PyTorch's servers take seconds to register."""
 
 _MOST_ROOTS: Final = 64
+"""Roots that the advice aims at."""
 
 
 def check_gloo(environ: Mapping[str, str], ranks: int) -> Finding:
@@ -35,12 +35,12 @@ def check_gloo(environ: Mapping[str, str], ranks: int) -> Finding:
 
 
 def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
-    """Check that the exchange of NCCL's ids names not too many keys: one per root in each rank's requests."""
+    """Check that the exchange of NCCL's ids does not name too many keys: each rank's request names one per root."""
     given = environ.get(_RANKS_PER_ROOT, "")
     if given and not (given.isdecimal() and int(given)):
         text = f"{_RANKS_PER_ROOT} is {given!r}, which is not a positive number"
-        return Finding("NCCL", FAIL, text, f"export {_RANKS_PER_ROOT}={_DEFAULT_RANKS_PER_ROOT}")
-    per_root = int(given) if given else _DEFAULT_RANKS_PER_ROOT
+        return Finding("NCCL", FAIL, text, f"export {_RANKS_PER_ROOT}={RANKS_PER_ROOT}")
+    per_root = int(given) if given else RANKS_PER_ROOT
     roots = -(-ranks // per_root)
     if ranks <= per_root:
         return Finding("NCCL", OK, f"one root creates the id for {_ranks(ranks)}")

@@ -1,6 +1,6 @@
-"""The port, and the limits of the operating system that a job's start meets.
+"""Checks of the port, and of limits of the operating system that affect a job's start.
 
-Must not know where the numbers come from: None, or an empty text, stands for one that cannot be read here.
+Must not know where the numbers come from: None, or an empty text, stands for one that cannot be read.
 """
 
 import errno
@@ -21,7 +21,7 @@ _NOT_HERE: Final = "does not exist on this system, or cannot be read"
 
 
 def check_port(port: int, bind: Callable[[int], None], holder: Callable[[int], Holder | None]) -> list[Finding]:
-    """Check that a server can listen on a port of every address. `bind` raises OSError if not."""
+    """Check that a server can listen on a port of all addresses. `bind` raises OSError if not."""
     try:
         bind(port)
         return [Finding("port", OK, f"port {port} is free")]
@@ -38,7 +38,7 @@ def check_port(port: int, bind: Callable[[int], None], holder: Callable[[int], H
 
 
 def check_ephemeral_ports(port: int, port_range: str, reserved: str) -> Finding:
-    """Check that outgoing connections do not take the port before the server does.
+    """Check that no outgoing connection can take the port before the server does.
 
     `port_range` and `reserved` are the texts of net.ipv4.ip_local_port_range and ip_local_reserved_ports.
     """
@@ -56,7 +56,7 @@ def check_ephemeral_ports(port: int, port_range: str, reserved: str) -> Finding:
 
 
 def _contains(ranges: str, port: int) -> bool:
-    """Whether a port is in a list such as 8080,9000-9100."""
+    """Return whether a port is in a list such as 8080,9000-9100."""
     for part in filter(None, ranges.strip().split(",")):
         low, _, high = part.partition("-")
         if int(low) <= port <= int(high or low):
@@ -65,7 +65,7 @@ def _contains(ranges: str, port: int) -> bool:
 
 
 def check_accept_queue(somaxconn: int | None, ranks: int) -> Finding:
-    """Check that ranks that connect at once fit the queue of connections that are to be accepted."""
+    """Check that ranks that connect at once fit into the accept queue."""
     name = "accept queue"
     if somaxconn is None:
         return Finding(name, SKIP, f"net.core.somaxconn {_NOT_HERE}")
@@ -77,19 +77,19 @@ def check_accept_queue(somaxconn: int | None, ranks: int) -> Finding:
 
 
 def check_syn_queue(backlog: int | None, cookies: int | None, ranks: int) -> Finding:
-    """Check that no SYN is dropped; with SYN cookies the limit does not count."""
+    """Check that no SYN is dropped; with SYN cookies there is no limit."""
     name = "SYN queue"
     if backlog is None:
         return Finding(name, SKIP, f"net.ipv4.tcp_max_syn_backlog {_NOT_HERE}")
     text = f"net.ipv4.tcp_max_syn_backlog is {backlog}, SYN cookies are {'on' if cookies else 'off'}"
-    if cookies or ranks < backlog - backlog // 4:  # the kernel keeps a quarter for peers it knows
+    if cookies or ranks < backlog - backlog // 4:  # the kernel reserves a quarter for known peers
         return Finding(name, OK, text)
     text += f": if {ranks} ranks connect at once, some will have to retry a second later"
     return Finding(name, WARN, text, "sysctl -w net.ipv4.tcp_syncookies=1")
 
 
 def check_overflow(aborts: int | None, somaxconn: int | None, ranks: int) -> Finding:
-    """Check that a connection for which the accept queue has no place is tried again, and not reset."""
+    """Check that a connection that does not fit into the accept queue is retried, not reset."""
     name = "queue overflow"
     if aborts is None:
         return Finding(name, SKIP, f"net.ipv4.tcp_abort_on_overflow {_NOT_HERE}")
@@ -123,7 +123,7 @@ def _files(limit: int) -> str:
 
 
 def check_clock(current: str, available: str) -> Finding:
-    """Check that the clock is cheap: every timeout reads it."""
+    """Check that reading the clock is cheap: every timeout does."""
     name = "clock"
     if not current:
         return Finding(name, SKIP, f"the clock source setting {_NOT_HERE}")

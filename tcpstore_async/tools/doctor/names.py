@@ -1,4 +1,4 @@
-"""This machine's name, the addresses it leads to, and the names of those.
+"""Checks of this machine's name, its addresses, and their reverse names.
 
 Must not know how names are looked up.
 """
@@ -13,10 +13,10 @@ from .deadline import TooSlow, within
 from .finding import FAIL, OK, WARN, Finding
 
 SLOW: Final = 1.0
-"""Seconds that no look-up should take."""
+"""Seconds above which a look-up is slow."""
 
 SLOW_FOR_ALL: Final = 5.0
-"""Seconds that the look-ups of all ranks should not take together."""
+"""Seconds above which the look-ups of all ranks together are slow."""
 
 LookUp = Callable[[str], list[str]]
 """Returns the addresses of a name. Raises OSError."""
@@ -28,9 +28,9 @@ Reverse = Callable[[str], str]
 def check_name(
     name: str, look_up: LookUp, is_local: Callable[[str], bool], own_address: str, seconds: float
 ) -> list[Finding]:
-    """Check that a machine's name leads to the machine, from elsewhere too.
+    """Check that a machine's name resolves to the machine, also from other machines.
 
-    `own_address` is one by which others reach it, "" if unknown; `is_local` says whether an address is the machine's.
+    `own_address` is one by which others reach it, "" if unknown; `is_local` tells whether an address is the machine's.
     """
     began = time.perf_counter()
     try:
@@ -55,7 +55,7 @@ def _check_addresses(name: str, addresses: list[str], is_local: Callable[[str], 
     if foreign:
         text = f"{name} resolves outside this machine, to {_listed(foreign)}: ranks would connect elsewhere"
         return Finding("published address", FAIL, text, _entry(name, own_address, replaced=True))
-    loopback = [address for address in addresses if _is_loopback(address)]
+    loopback = [address for address in addresses if _parse(address).is_loopback]
     if loopback:
         text = (
             f"{name} resolves to {_listed(loopback)}: a rank that publishes it, as gloo does, can be reached only from "
@@ -77,9 +77,9 @@ def _check_families(name: str, addresses: list[str]) -> Finding:
 
 
 def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seconds: float) -> list[Finding]:
-    """Check how long it takes to find the names of addresses that ranks connect from.
+    """Check how long it takes to look up the names of addresses that ranks connect from.
 
-    PyTorch's servers look up the name of each peer when they accept it, one after the other; ours none.
+    PyTorch's servers look up the name of each peer when they accept it, one after the other; ours does not.
     """
     slowest, where = 0.0, ""
     for address in addresses:
@@ -87,7 +87,7 @@ def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seco
         try:
             within(seconds, lambda address=address: reverse(address))  # type: ignore[misc]
         except (TooSlow, OSError):
-            pass  # how long it takes is what counts
+            pass  # only the duration counts
         took = time.perf_counter() - began
         if took >= slowest:
             slowest, where = took, address
@@ -108,7 +108,7 @@ def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seco
 
 
 def _entry(name: str, address: str, replaced: bool = False) -> str:
-    """Return the command that gives a name its address in /etc/hosts."""
+    """Return the command that adds a name to /etc/hosts."""
     if not re.fullmatch(r"[\w.-]+", name):
         return ""
     command = f"echo '{address or 'ADDRESS'} {name}' >> /etc/hosts"
@@ -121,7 +121,3 @@ def _listed(addresses: list[str]) -> str:
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address.partition("%")[0])
-
-
-def _is_loopback(address: str) -> bool:
-    return _parse(address).is_loopback

@@ -1,4 +1,4 @@
-"""The way to a server: whether it can be reached, what it is, and how long a round trip takes."""
+"""Checks of a server: whether it can be reached, what it is, and how long a round trip takes."""
 
 import asyncio
 import statistics
@@ -17,7 +17,7 @@ from .finding import FAIL, OK, WARN, Finding
 _ROUND_TRIPS: Final = 20
 
 _SLOW: Final = 0.02
-"""Seconds of a round trip that make one suspect the network, or a server that is overloaded."""
+"""Seconds of a round trip above which the network or the server is slow."""
 
 
 class Way(NamedTuple):
@@ -26,13 +26,13 @@ class Way(NamedTuple):
     host: str
     port: int
     connect: Callable[[], Awaitable[AsyncTCPStore]]
-    """Returns a store, which is closed after use. Raises DistError."""
+    """Returns a store, to be closed after use. Raises DistError."""
 
 
 def check_server(way: Way, seconds: float, find_listener: Callable[[], Holder | None] = lambda: None) -> list[Finding]:
-    """Check a server, ours or PyTorch's, within so many seconds.
+    """Check a server, ours or PyTorch's, within `seconds`.
 
-    `find_listener` returns who listens there, if that is this machine and can be found out.
+    `find_listener` returns the process that listens there, if it is on this machine and can be found.
     """
     host, port = way.host, way.port
 
@@ -56,7 +56,7 @@ def check_server(way: Way, seconds: float, find_listener: Callable[[], Holder | 
 
 
 def _credentials(refusal: str) -> str:
-    """Return what gives a client what it lacks."""
+    """Return the command that gives a client the missing credentials."""
     if "requires TLS" in refusal:
         return "export TCPSTORE_TLS=1 TCPSTORE_CA=FILE (the certificate of the CA that signed the server's)"
     return "export TCPSTORE_TOKEN_FILE=FILE (from tcpstore token create)"
@@ -68,7 +68,7 @@ def _unreachable(host: str, port: int, reason: str) -> Finding:
 
 
 def _silent(host: str, port: int, listener: Holder) -> Finding:
-    """Another server could not listen there, as this one still does."""
+    """Report a listener that does not answer: no other server could use the port."""
     if listener.pid:
         fix = f"see what that process is doing (T is stopped): ps -o stat,wchan:32,args -p {listener.pid}"
     else:
@@ -78,7 +78,7 @@ def _silent(host: str, port: int, listener: Holder) -> Finding:
 
 
 async def _examine(way: Way, connected: list[float]) -> list[Finding]:
-    """Return the findings about a server; `connected` gets the seconds until the connection was made."""
+    """Return the findings about a server; append to `connected` the seconds that connecting took."""
     began = time.perf_counter()
     async with await way.connect() as store:
         connected.append(time.perf_counter() - began)

@@ -1,19 +1,18 @@
-"""`tcpstore bench`: a short benchmark of a running server.
+"""`tcpstore bench`: options, table and exit status of a short benchmark of a running server.
 
-This module has the options, the table and the ways to end; it does not know how anything is measured.
-Invariant: the results of finished operations are printed, whatever ends the benchmark.
+Must not know how anything is measured. Invariant: the results of finished operations are printed, whatever ends the
+benchmark.
 """
 
 import copy
 import signal
 import socket
-import sys
 import time
 from contextlib import closing
 
 import click
 
-from ...base.errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError
+from ...base.errors import AccessDeniedError, DistError
 from ...base.interrupts import die_of
 from ...cli.context import (
     FAILED,
@@ -23,19 +22,20 @@ from ...cli.context import (
     UNREACHABLE,
     ClientContext,
     client_command,
+    exit_status,
     keys_store_option,
 )
-from ...cli.output import escape, print_error, print_json, print_result
+from ...cli.output import ProgressLine, escape, print_error, print_json, print_result
 from ...serving import run_loop
 from ...session.identity import Identity
 from .generator import Late, LoadError, Unreachable
 from .quick_bench import SATURATED, Row, measure
 from .scripts import OPERATIONS
 
-_QUIET_SECONDS = 2.0
-"""Progress is shown only after this time."""
-
 _NO_TIMEOUT = 1e9
+"""Seconds that stand for no timeout."""
+
+_STATUS = {Unreachable: UNREACHABLE, Late: TIMED_OUT}
 
 
 def _parse_operations(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
@@ -97,7 +97,8 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
     failure, status = "", 0
     _raise_interrupts()
     try:
-        with context.plain_address("tcpstore-bench/") as where:
+        with ProgressLine() as line, context.plain_address("tcpstore-bench/") as where:
+            line.describe = lambda: progress.text
             rows = measure(
                 *_address(context, *where), ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
                 progress=progress.show,
@@ -107,22 +108,12 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
                     done.append(row)
                     if len(done) == 1:  # not earlier: only now is it known that there is a server that answers
                         server = _identify(context) or server
-    except Unreachable as error:
-        failure, status = str(error), UNREACHABLE
-    except Late as error:
-        failure, status = str(error), TIMED_OUT
-    except AccessDeniedError as error:
-        failure, status = str(error), NOT_ALLOWED
-    except StoreTimeoutError as error:
-        failure, status = str(error), TIMED_OUT
-    except DistNetworkError as error:
-        failure, status = str(error), UNREACHABLE
+    except DistError as error:
+        failure, status = str(error), exit_status(error)
     except LoadError as error:
-        failure, status = str(error), FAILED
+        failure, status = str(error), _STATUS.get(type(error), FAILED)
     except _Interrupt as interrupt:
         failure, status = "interrupted", 128 + interrupt.number
-    finally:
-        progress.end()
     if not done and status in (UNREACHABLE, FAILED) and (refusal := _refusal(context)):
         failure, status = refusal, NOT_ALLOWED
     if done and context.output == "json":
@@ -189,7 +180,7 @@ def _identify(context: ClientContext) -> dict[str, str] | None:
 
 
 def _refusal(context: ClientContext) -> str:
-    """Return why the server refuses this client, which the load cannot tell; "" if unknown."""
+    """Return why the server refuses this client, which the load generator cannot see; "" if unknown."""
     brief = copy.copy(context)
     brief.timeout = 0.0  # one attempt
 
@@ -207,29 +198,17 @@ def _refusal(context: ClientContext) -> str:
 
 
 class _Progress:
-    """One line on standard error, if that is a terminal and the benchmark takes long."""
+    """The text of the progress line, with the remaining time if each operation takes as long as the previous ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.began = time.monotonic()
-        self.shown = False
+        self.text = "connecting"
 
     def show(self, done: int, name: str) -> None:
-        if not sys.stderr.isatty() or time.monotonic() - self.began < _QUIET_SECONDS:
-            return
-        self.shown = True
-        line = f"{done} of {self.count} done, now {name}{self._remaining(done)}"
-        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-
-    def _remaining(self, done: int) -> str:
-        """Return the estimated remaining time: operations take as long as those before."""
-        if not 0 < done < self.count:
-            return ""
-        return f", about {(time.monotonic() - self.began) / done * (self.count - done):.0f} s left"
-
-    def end(self) -> None:
-        if self.shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
+        self.text = f"{done} of {self.count} done, now {name}"
+        if 0 < done < self.count:
+            self.text += f", about {(time.monotonic() - self.began) / done * (self.count - done):.0f} s left"
 
 
 def _table(server: dict[str, str], rows: list[Row]) -> str:

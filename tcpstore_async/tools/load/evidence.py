@@ -1,10 +1,10 @@
-"""In which order requests to one key were executed that were under way at the same time, as their replies show.
+"""The order in which overlapping requests to one key were executed, inferred from their replies.
 
-A recorder sees when requests and replies pass, not when they are executed. Where two requests overlap, the order that
-explains the replies is the right one: a sum, the value that a GET found, whether a COMPARE_SET stored. This module
-knows what commands do to one key. It decides nothing about requests that wait.
+A recorder sees when requests and replies pass, not when requests are executed. Where two overlap, the right order is
+the one that explains the replies: a sum, the value that a GET found, whether a COMPARE_SET stored. Knows what commands
+do to one key; leaves out requests that wait.
 
-The order is found in one pass: of the requests that may be next, a read whose reply fits what the key holds then is
+The order is found in one pass: of the possible next requests, a read whose reply fits the current state of the key is
 taken before any write, which might make it unfit. Without such a read it is the first request that fits, or, if none
 does, the one that was answered first.
 """
@@ -13,11 +13,13 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import Any, Final
 
+from ...wire.commands import MUTATES
 from .recording import Recording, Step
 
-_UNKNOWN: Final = ("unknown", 0)
 State = tuple[str, int] | None
 """What a key holds: None if it is missing; otherwise ("value", its number), ("counter", the number), or unknown."""
+
+_UNKNOWN: Final = ("unknown", 0)
 
 Window = tuple[int, int]
 
@@ -25,9 +27,9 @@ _NEVER: Final = 1 << 60
 
 
 def order_effects(recording: Recording) -> dict[int, int]:
-    """Set `end` of steps on single keys to a row at which they can have been executed, in the order that fits.
+    """Set `end` of steps on single keys to rows at which they can have been executed, in the order that fits.
 
-    Returns the place of each of these steps among those of its row, by the step's number.
+    Returns the place of each of these steps among the steps of its row, keyed by the step's number.
     """
     windows = _windows(recording)
     by_key: dict[int, list[Step]] = {}
@@ -38,7 +40,7 @@ def order_effects(recording: Recording) -> dict[int, int]:
         for key in step.keys:
             if step.command.method in _OUTCOMES:
                 by_key.setdefault(key, []).append(step)
-            elif step.command.mutates:
+            elif step.command.flags & MUTATES:
                 excluded.add(key)
     places: dict[int, int] = {}
     for key, steps in by_key.items():
@@ -50,7 +52,7 @@ def order_effects(recording: Recording) -> dict[int, int]:
 def _windows(recording: Recording) -> dict[int, Window]:
     """Return the first and last row at which each step can have been executed.
 
-    The last one is its reply's or, if it has none, that of the connection's next reply.
+    The last row is that of its reply or, without one, of the connection's next reply.
     """
     windows: dict[int, Window] = {}
     for connection in recording.connections:
@@ -66,7 +68,7 @@ def _sequence(key: int, steps: list[Step], windows: dict[int, Window]) -> list[S
     """Return the steps on a key in the order that fits their replies."""
     waiting = sorted(steps, key=lambda step: windows[step.number][0])
     queues: dict[int, deque[Step]] = {}
-    """Steps that may be next, and those behind them on their connections."""
+    """Steps that may be next, and the later ones of their connections."""
     heads: list[tuple[int, int, Step]] = []
     bounds: list[tuple[int, int]] = []
     done: set[int] = set()
@@ -95,7 +97,7 @@ def _sequence(key: int, steps: list[Step], windows: dict[int, Window]) -> list[S
 
 
 def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[Step, State]:
-    """Take the first read that fits, or else the first step that fits, or else the first, from a heap."""
+    """Take from a heap the first read that fits, else the first step that fits, else the first."""
     skipped: list[tuple[int, int, Step]] = []
     chosen = heads[0]
     found, after = False, state
@@ -103,12 +105,12 @@ def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[S
         entry = heappop(heads)
         step = entry[2]
         skipped.append(entry)
-        if found and step.command.mutates:
+        if found and step.command.flags & MUTATES:
             continue
         fits, result = _OUTCOMES[step.command.method](step, key, state)
         if fits or len(skipped) == 1:
             chosen, after = entry, result
-        if fits and (not step.command.mutates or state == _UNKNOWN):
+        if fits and (not step.command.flags & MUTATES or state == _UNKNOWN):
             break
         found = found or fits
     for entry in skipped:
@@ -118,9 +120,9 @@ def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[S
 
 
 def _place(sequence: list[Step], windows: dict[int, Window], places: dict[int, int]) -> None:
-    """Give the steps rows that rise with their order: late ones to those with a reply, early ones to the others.
+    """Give the steps ascending rows: as late as possible if they have a reply, else as early as possible.
 
-    A step with several keys keeps the row that it gets with the first of them.
+    A step with several keys keeps the row from the first of them.
     """
     rows: list[int] = []
     row = _NEVER
@@ -131,14 +133,14 @@ def _place(sequence: list[Step], windows: dict[int, Window], places: dict[int, i
     row = place = 0
     for step, last in zip(sequence, rows, strict=True):
         row = last if step.has_reply else max(row, min(windows[step.number][0], last))
-        place = places.get(step.number, place + 1)  # one from another key's order still precedes those here
+        place = places.get(step.number, place + 1)  # one placed by another key still precedes the rest here
         if step.number not in places:
             step.end = row
             places[step.number] = place
             windows[step.number] = row, row
 
 
-# What a command does: whether its reply fits what the key holds, and what it holds then
+# Outcomes: whether the reply of a command fits the state of a key, and the state after it
 
 
 def _value(step: Step, number: int) -> Any:
@@ -179,13 +181,13 @@ def _check(step: Step, key: int, state: State) -> tuple[bool, State]:
     assert step.reply is not None
     present = bool(step.reply[0])
     if len(step.keys) > 1 and not present:
-        return True, state  # some other key may be the missing one
+        return True, state  # another key may be the missing one
     fits = state == _UNKNOWN or (state is not None) == present
     return fits, (state if fits and state != _UNKNOWN else _UNKNOWN if present else None)
 
 
 def _finds(step: Step, state: State, found: int) -> tuple[bool, State]:
-    """A read that returned the value number `found`."""
+    """Return the outcome of a read that returned value `found`."""
     value = _value(step, found)
     after = ("value", found) if value.size else state
     if state is None:

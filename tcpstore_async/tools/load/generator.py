@@ -1,6 +1,6 @@
 """Thousands of connections in one epoll loop; each sends prepared requests and counts the bytes of the replies.
 
-It does not know what the bytes mean, except for the sum in the reply to an ADD, by which the last rank at a barrier
+Must not know what the bytes mean, except for the sum in the reply to an ADD, by which the last rank at a barrier
 recognizes itself. Invariants: a connection has at most one request in flight. Every reply is counted, and compared if
 it is known and arrives in one piece. The first failure ends the run with a LoadError.
 """
@@ -16,17 +16,21 @@ from array import array
 from typing import Final, NamedTuple
 
 _IN: Final = 1
+"""EPOLLIN, as a constant for compiled code."""
 _OUT: Final = 4
+"""EPOLLOUT."""
 _BATCH: Final = 32
-"""Connections that are started between two polls."""
+"""Connections started between two polls."""
 _CHUNK: Final = 1 << 18
+"""Bytes of the receive buffer."""
 _CONNECTIONS_PER_SOURCE: Final = 4096
-"""Connections from one loopback address, which has 28,000 ports."""
+"""Most connections from one loopback address, which has 28,000 ports."""
 _BIND_ADDRESS_NO_PORT: Final = 24
 """Linux's IP_BIND_ADDRESS_NO_PORT, which Python names since 3.12: the port is chosen when the socket connects."""
 _DIGITS: Final = 8
+"""Digits of a rank in a request."""
 _RETRIES: Final = 10
-"""How often a connection is made again that was reset before its first reply."""
+"""Attempts to reconnect after a reset before the first reply."""
 
 
 class LoadError(Exception):
@@ -56,9 +60,9 @@ class Step(NamedTuple):
     rank_at: tuple[int, ...] = ()
     """Offsets in the request of the rank as eight digits."""
     expect: bytes = b""
-    """The reply, if it is known; if empty, its bytes are only counted."""
+    """The reply, if known; if empty, its bytes are only counted."""
     last: int = 0
-    """If the reply is this number as an i64, `then` is sent: the last one at a barrier opens it. 0 for never."""
+    """If the reply is this number as an i64, `then` is sent: the last rank at a barrier opens it. 0 for never."""
     then: bytes = b""
 
 
@@ -74,7 +78,7 @@ def own_clock() -> Clock:
 
 
 def waited(pid: str) -> float:
-    """Return seconds of waiting for a core, see `Clock`; 0 if the system does not count them."""
+    """Return the seconds of waiting for a core (see `Clock`); 0 if the system does not count them."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -133,7 +137,7 @@ class Generator:
         self.background = 0
         self.repeat = 1
         self.extra = 0
-        """This many ranks, the first ones, repeat the steps once more than the others."""
+        """Number of ranks, the first ones, that repeat the steps once more than the others."""
         self.position: list[int] = []
         self.repetition: list[int] = []
         self.expected: list[int] = []
@@ -142,7 +146,7 @@ class Generator:
         self.unsent: list[bytes] = []
         self.connected: list[bool] = []
         self.retries_left: list[int] = []
-        """How often each connection may still be made again; 0 after its first reply."""
+        """Remaining attempts to reconnect each connection; 0 after its first reply."""
         self.result = Result(0.0)
         self.started = 0
         self.finished = 0
@@ -241,7 +245,7 @@ class Generator:
     def open_loop(self, step: Step, seconds: float, interval: float, limit: float) -> Result:
         """Execute the step on each connection every `interval` seconds, for `seconds`, evenly spread.
 
-        Latencies count from the time at which a request was due, so that delays by the server are not omitted. Raises
+        Latencies count from the time at which a request was due, so that a slow server does not hide them. Raises
         LoadError, also after `limit` seconds.
         """
         self.steps = [step]
@@ -308,7 +312,7 @@ class Generator:
         self.epoll.register(sock.fileno(), _OUT)
 
     def _poll(self, seconds: float) -> None:
-        """Handle events, waiting up to so many seconds for the first."""
+        """Handle events; wait up to `seconds` for the first."""
         for descriptor, events in self.epoll.poll(seconds, 1024):
             slot = self.slot_of[descriptor]
             if not self.connected[slot]:
@@ -435,7 +439,7 @@ class Generator:
             self._send(slot, step)
 
     def _retry_or_raise(self, slot: int, error: OSError) -> None:
-        """Make a connection again that was reset before its first reply, as PyTorch's client does.
+        """Reconnect if the connection was reset before its first reply, as PyTorch's client does.
 
         A kernel with a full backlog resets connections. Raises Unreachable for any other failure.
         """

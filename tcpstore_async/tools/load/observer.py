@@ -1,8 +1,8 @@
-"""What passes on one connection between a client and a server, decoded from both streams of bytes.
+"""Decodes the traffic of one connection between a client and a server.
 
-An `Observer` gets copies of the bytes, in the order in which they pass, and writes rows of a recording. It knows
-neither sockets nor clocks. Invariant: whatever passes, it raises nothing. A connection whose traffic it cannot decode
-becomes opaque: from then on only bytes are counted.
+An `Observer` gets copies of the bytes, in the order in which they pass, and writes rows of a recording. Must not know
+sockets or clocks. Invariant: whatever passes, it raises nothing. A connection whose traffic it cannot decode becomes
+opaque: from then on only bytes are counted.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ...base.errors import PeerError, ProtocolError
 from ...base.limits import GIB, MIB, Limits
 from ...session.client import ClientSession, PendingCall
 from ...wire.codecs import CANCELED, DEFERRED_VALUE, NO_REPLY, NO_VALUE, VALUES, Fields, PartialRequest
-from ...wire.commands import BY_METHOD, BY_OPCODE, Command
+from ...wire.commands import BY_METHOD, BY_OPCODE, HOLDS, Command
 from .recording import FIELDS, REPLIES, RowEncoder
 
 _LIMITS: Final = Limits(
@@ -23,7 +23,7 @@ _LIMITS: Final = Limits(
     request_key_bytes=GIB,
     budget_bytes=16 * GIB,
 )
-"""Above those of any server: what a server refuses is recorded too."""
+"""Above the limits of any server: requests that a server refuses are recorded too."""
 
 _LINK: Final = BY_METHOD["link"]
 _TAKEN: Final = BY_METHOD["taken"]
@@ -40,7 +40,7 @@ def _as_tuple(*fields: Any) -> Fields:
 
 
 class RequestDecoder:
-    """Decodes the requests of one connection, however they are cut into chunks."""
+    """Decodes the requests of one connection, however they are split into chunks."""
 
     def __init__(self) -> None:
         self._command: Command | None = None
@@ -49,7 +49,7 @@ class RequestDecoder:
         self._need = 0
 
     def receive(self, chunk: bytes) -> Iterator[tuple[Command, Fields]]:
-        """Yield the requests that this chunk completes. Raises PeerError for what cannot be decoded."""
+        """Yield the requests that this chunk completes. Raises PeerError for undecodable ones."""
         data = chunk
         if self._kept is not None:
             self._kept += chunk
@@ -82,7 +82,7 @@ class RequestDecoder:
 
 
 class Processes:
-    """Numbers the hosts and processes that clients connect from."""
+    """Assigns numbers to the hosts and processes that clients connect from."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, int] = {}
@@ -99,7 +99,7 @@ class Processes:
 
 
 class Observer:
-    """One connection. Times are in seconds, of the recording's clock."""
+    """Observes one connection. Times are in seconds of the recording's clock."""
 
     def __init__(self, rows: RowEncoder, number: int, address: str, processes: Processes, now: float) -> None:
         self._rows = rows
@@ -113,13 +113,13 @@ class Observer:
         self._process = -1
         self.opaque = False
         self.entered = False
-        """Whether the client has asked for a store with a name."""
+        """Whether the client has asked for a named store."""
         self.count = 0
-        """Requests of the job so far."""
+        """Number of requests so far."""
         rows.add(now, number, "OPEN", processes.host(address))
 
     def sent(self, chunk: bytes, now: float) -> None:
-        """Note what the client has sent."""
+        """Note bytes that the client has sent."""
         self._bytes_sent += len(chunk)
         if self.opaque:
             return
@@ -132,7 +132,7 @@ class Observer:
             self._give_up(str(error), now)
 
     def replied(self, chunk: bytes, now: float) -> None:
-        """Note what the server has sent."""
+        """Note bytes that the server has sent."""
         self._bytes_received += len(chunk)
         if self.opaque:
             return
@@ -147,7 +147,7 @@ class Observer:
         self._rows.add(now, self._number, "CLOSE", by, self._bytes_sent, self._bytes_received)
 
     def _request(self, command: Command, fields: Fields, now: float) -> None:
-        if command is _TAKEN:  # of the connection, as LINK is, and not of the job
+        if command is _TAKEN:  # like LINK, it belongs to the connection, not to the job
             return
         if command is _LINK or command is _AUTH:  # tokens are not recorded
             self._session.pending.append(PendingCall(command, 0, 0, ()))
@@ -160,7 +160,7 @@ class Observer:
                 blocked.canceled = True
                 self._rows.add(now, self._number, command.name, True)
                 return
-            if not (command.reply is NO_REPLY and command.holds):
+            if not (command.reply is NO_REPLY and command.flags & HOLDS):
                 self._give_up(f"{command.name} while {blocked.command.name} is blocking", now)
                 return
         if command is _PING and self._process < 0:  # the first one has the process id; later ones, any number
@@ -173,7 +173,7 @@ class Observer:
             self._session.pending.append(PendingCall(command, count, 0, ()))
 
     def _blocked(self) -> PendingCall | None:
-        """Return the call that blocks. The reply to a cancel of nothing is not waited for."""
+        """Return the call that blocks; a cancel without a wait does not."""
         call = self._session.waiting
         return None if call is None or call.command.reply in (CANCELED, NO_VALUE) else call
 
@@ -189,7 +189,7 @@ class Observer:
 
 
 def _cancel_of(command: Command) -> Command | None:
-    """Return the command that cancels a blocked one; None if it is given up by a ticket."""
+    """Return the command that cancels a blocked one; None for a lease, which is given up by its ticket."""
     if command.reply is DEFERRED_VALUE:
         return _CANCEL_FETCH
     return None if command is _LEASE_LATER else _CANCEL_WAIT

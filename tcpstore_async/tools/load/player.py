@@ -1,9 +1,9 @@
 """Plays a recording to a running server and compares the replies.
 
-One connection stands for each recorded one and sends the same requests. A request is sent at its time, but not before
-its connection has got the replies that it had got in the recording, nor before the requests of other connections that
-it depends on are done (`replay_order`). Invariant: at the end every recorded reply has been compared, or the reason why
-not is raised or counted.
+Each recorded connection is opened and sends the same requests. A request is sent at its time, but not before its
+connection has received the replies that preceded it in the recording, nor before the requests of other connections that
+it depends on are done (`replay_order`). Invariant: in the end every recorded reply has been compared, or the reason why
+not has been raised or counted.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from ...client.aio import AsyncTCPStore
 from ...server.listen_socket import raise_file_limit
 from ...session.client import ClientSession, PendingCall
 from ...wire.codecs import NO_REPLY
-from ...wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY, Flag
+from ...wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY
 from ...wire.values import PREFIX, Framed, pack
 from .recording import FIELDS, REPLIES, Connection, Recording, RecordingError, Step, Value
 from .replay_limits import check_limits
@@ -32,17 +32,19 @@ from .replay_order import put_in_order
 _PING: Final = BY_METHOD["ping"]
 _ENTER: Final = BY_METHOD["enter"]
 _RESERVED: Final = (SERVER_KEY, JOINS_KEY)
-"""Keys whose values belong to the server: they get no prefix, and are not compared."""
+"""Keys of the server itself, which get no prefix and are not compared."""
 _COUNTS_NAMES: Final = ("num_keys", "list_keys")
 """Commands whose replies depend on how many copies of the job are played."""
 _FENCE_NONCE: Final = 4_021
+"""The number in PINGs that the replay adds."""
 _LETTERS: Final = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""What fills hidden values: nothing that could be taken for a number."""
+"""Contents of hidden values: none may be mistaken for a number."""
 _KEPT_BYTES: Final = 4096
-"""Size up to which filler is made once and kept."""
+"""Size up to which contents are made once and kept."""
 _RETRIES: Final = 10
-"""How often a connection is made again that the server did not accept."""
+"""Attempts to connect."""
 _PAUSE: Final = 0.05
+"""Seconds between attempts."""
 
 
 class Report(msgspec.Struct):
@@ -57,23 +59,23 @@ class Report(msgspec.Struct):
     replies: int
     """Recorded replies."""
     different: int
-    """How many of them differ, or did not arrive because their connection broke."""
+    """Replies that differ, or did not arrive because their connection broke."""
     broken: int
-    """Connections that the server closed early, or whose replies could not be decoded."""
+    """Connections that the server closed early, or with undecodable replies."""
     first: str
     """Describes the first difference."""
     fences: int
-    """PINGs that the replay added, to know that a write without reply is done."""
+    """PINGs added by the replay, to know when writes without a reply are done."""
     seconds: float
     recorded_seconds: float
     keys_before: int
-    """Keys that the server had already."""
+    """Keys that the server had before."""
     opaque: int
-    """Recorded connections that could not be decoded to their end."""
+    """Recorded connections that could not be decoded completely."""
     complete: bool
-    """Whether the recording has its end."""
+    """Whether the recording is complete."""
     interrupted: bool
-    """Whether the replay was stopped before its end; the numbers are those until then."""
+    """Whether the replay was stopped early; the numbers are those until then."""
 
 
 class Player:
@@ -94,7 +96,7 @@ class Player:
         self.filler = _Filler(recording)
         self.began = 0.0
         self.keys_before = 0
-        """Keys that the server had before the replay, if that is known."""
+        """Keys that the server had before the replay, if known."""
         self.requests = 0
         self.replies = 0
         self.fences = 0
@@ -102,18 +104,18 @@ class Player:
         self.broken = 0
         self.first = ""
         self.progress = 0
-        """Counts what has happened, to notice when nothing does."""
+        """Counts events, to notice when there are none."""
         self.scheduled = 0
-        """Connections whose next request is not due yet."""
+        """Number of connections whose next request is not due yet."""
         self.open = 0
-        """Connections that are not at their end yet."""
+        """Number of unfinished connections."""
         self.stage = "connecting"
-        """What is done before the first request; empty afterwards."""
+        """What the replay does before the first request; empty afterwards."""
         self.interrupted = False
         self.end: asyncio.Future[None] | None = None
         self.peers: list[_Peer] = []
         self._lost: list[_Peer] = []
-        """Peers whose connection has ended early, until it is known whether the server is still there."""
+        """Peers whose connection has ended early, until it is known whether the server still runs."""
         self._probing: asyncio.Task[None] | None = None
 
     async def play(self, started: Callable[[], None] = lambda: None) -> Report:
@@ -188,19 +190,19 @@ class Player:
         )
 
     def interrupt(self) -> None:
-        """End the replay; `play` returns the report of what has been played."""
+        """Stop the replay; `play` returns the report so far."""
         assert self.end is not None
         self.interrupted = True
         if not self.end.done():
             self.end.set_result(None)
 
     async def _check_server(self) -> None:
-        """Count the keys that the server has already.
+        """Count the keys on the server.
 
-        Raises DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed.
+        Raises DistNetworkError without a server, and RecordingError if it lacks an extension that the recording needs.
         """
         async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout, server="") as store:
-            needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
+            needed = sorted({s.command.name for s in self.recording.steps if s.command.since})
             server = await store.server()
             if needed and server is None:
                 raise RecordingError(
@@ -225,7 +227,7 @@ class Player:
                 return
 
     def connection_lost(self, peer: "_Peer") -> None:
-        """Find out whether the server has closed one connection, or is gone."""
+        """Find out whether the server has closed only this connection, or is gone."""
         self._lost.append(peer)
         if self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
@@ -281,14 +283,14 @@ class Player:
             self.end.set_exception(error)
 
     def fail_unreachable(self, text: str) -> None:
-        """End the replay, as the server cannot be reached any more."""
+        """End the replay because the server cannot be reached."""
         expected = self.copies * sum(connection.replies for connection in self.recording.connections)
         replies = counted(expected, "reply", "replies")
         progress = f"{self.replies - self.different} of {replies} matched the recording before that"
         self.fail(DistNetworkError(f"{text}; {progress}{self._describe_differences()}"))
 
     def differs(self, text: str, replies: int = 1) -> None:
-        """Count replies that differ, or do not arrive."""
+        """Count replies that differ or do not arrive."""
         self.different += replies
         self.first = self.first or text
 
@@ -312,7 +314,7 @@ class _Job:
         self.copy = copy
         self.peers: dict[int, _Peer] = {}
         self.prerequisites = [step.prerequisites for step in player.recording.steps]
-        """How many steps each step still has to wait for."""
+        """Number of steps that each step still waits for."""
         prefix = b"/replay-%d" % copy
         self.keys = [
             key if not copy or key in _RESERVED else prefix + (b"" if key.startswith(b"/") else b"/") + key
@@ -349,19 +351,19 @@ class _Job:
         return command.prefix + command.request.encode(tuple(fields))
 
     def nonce(self, step: Step) -> int:
-        """Return what a PING carries: a number for each process."""
+        """Return the number in a PING, which differs by process."""
         processes = max(0, step.connection.process) + self.copy * len(self.player.recording.connections)
         return 1 + processes % (2**31 - 1)
 
 
 class _Filler:
-    """The contents of values: the recorded ones, or letters of the same length, the same ones for equal values."""
+    """Contents of values: recorded ones, or letters of the same length, equal for equal values."""
 
     def __init__(self, recording: Recording) -> None:
         self._values = recording.values
         self._kept: dict[int, Framed] = {}
         self._ordinals: list[int] = []
-        """The place of each value among those of its size, by which values of a few bytes differ."""
+        """Index of each value among the values of its size, which makes short values differ."""
         counts: dict[int, int] = {}
         for value in recording.values:
             self._ordinals.append(counts.get(value.size, 0))
@@ -403,10 +405,10 @@ class _Peer(asyncio.Protocol):
         self.position = 0
         """The next step."""
         self.answered = 0
-        """How many steps with a recorded reply have been answered."""
+        """Number of answered steps with a recorded reply."""
         self.session = ClientSession()
         self.fences = 0
-        """PINGs without reply behind writes that others wait for."""
+        """Unanswered PINGs after writes that other steps wait for."""
         self.done = False
         self.closing = False
         self._transport: asyncio.Transport | None = None
@@ -449,7 +451,7 @@ class _Peer(asyncio.Protocol):
     # Sending
 
     def advance(self) -> None:
-        """Send what may be sent now."""
+        """Send all requests that may be sent now."""
         if self._transport is None or self.done or self._advancing or self._timer is not None:
             return
         self._advancing = True
@@ -477,7 +479,7 @@ class _Peer(asyncio.Protocol):
             call = self.session.waiting
             if call is not None:
                 call.canceled = True
-            else:  # the wait has ended already: the server replies to the cancel by itself
+            else:  # the wait has ended: the server replies to the cancel
                 self.session.pending.append(PendingCall(step.command, 0, 0, (step, False)))
         elif step.has_reply:
             fields = step.fields
@@ -492,7 +494,7 @@ class _Peer(asyncio.Protocol):
             self.job.step_done(step)
 
     def _is_due(self, at: float, then: Callable[[], None]) -> bool:
-        """Whether a recorded time has come; if not, `then` is called when it has."""
+        """Return whether a recorded time has passed; if not, call `then` when it has."""
         player = self.player
         if not player.speed:
             return True
@@ -607,7 +609,7 @@ class _Peer(asyncio.Protocol):
             self.player.connection_lost(self)
 
     def lost(self) -> None:
-        """Note that the server, which is still there, has closed the connection early."""
+        """Note that a running server has closed the connection early."""
         if self._is_finished():
             self._complete()
         else:
@@ -617,7 +619,7 @@ class _Peer(asyncio.Protocol):
         return self.position == len(self.steps) and self.answered == self.connection.replies
 
     def _finish(self) -> None:
-        """Close the connection, or await that the server does, at the recorded time."""
+        """Close the connection at the recorded time, or wait for the server to close it."""
         if self.closing or self.done:
             return
         connection = self.connection
@@ -634,7 +636,7 @@ class _Peer(asyncio.Protocol):
         self._transport.close()
 
     def _break(self, reason: str) -> None:
-        """Give up a connection; others must not wait for what it will not do any more."""
+        """Give up a connection; other steps must not wait for its steps."""
         step = self.steps[min(self.position, len(self.steps) - 1)] if self.steps else None
         if self.session.pending:
             step = self.session.pending[0].fields[0]
@@ -646,7 +648,7 @@ class _Peer(asyncio.Protocol):
         self._complete()
 
     def _complete(self) -> None:
-        """End the connection, and have nobody wait for what was not confirmed or is not sent any more."""
+        """End the connection; its unconfirmed and unsent steps count as done, so that no other step waits for them."""
         self.done = True
         self.abandon()
         undone = [call.fields[0] for call in self.session.pending]
@@ -670,7 +672,7 @@ class _Peer(asyncio.Protocol):
             self._transport.abort()
 
     def describe(self) -> str:
-        """Describe what this connection waits for; empty if it is for another connection."""
+        """Describe what this connection waits for; empty if it waits for another connection."""
         if self.session.pending:
             return f"{self._name(self.session.pending[0].fields[0])} has not been answered"
         if self._transport is None:

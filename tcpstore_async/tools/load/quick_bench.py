@@ -1,7 +1,7 @@
 """The short benchmark of a running server: one operation after the other, from many ranks.
 
-Invariant: its keys have a prefix of their own and are deleted at the end, whatever the outcome; if the server does not
-answer in time, the error says that keys may remain. This module does not know how results are printed.
+Invariant: its keys have their own prefix and are deleted at the end, whatever the outcome; if the server does not
+answer in time, the error says that keys may remain. Must not know how results are printed.
 """
 
 import os
@@ -16,11 +16,12 @@ from .scripts import Operation, hello, operation
 from .workers import ClosedLoop, WorkerPool, worker_pool
 
 SATURATED: Final = 0.9
-"""Share of a core from which on the generator, not the server, may be the bottleneck."""
+"""Share of a core from which the generator may be the bottleneck, not the server."""
 
 _PREFIX: Final = "/tcpstore-bench/"
+"""Prefix of all keys."""
 _WINDOW: Final = 512
-"""Ranks that connect at the same time. Connecting is not measured."""
+"""Ranks that connect simultaneously. Connecting is not measured."""
 _CLEANUP_SECONDS: Final = 5.0
 """Maximum time to delete the keys after an interrupt."""
 
@@ -80,7 +81,7 @@ def _row(load: WorkerPool, name: str, one: Operation, repeat: int, extra: int, l
 
 @contextmanager
 def _cleaning(host: str, port: int, ranks: int, cleanup: list[Step], limit: float) -> Iterator[None]:
-    """Delete the keys after an early end, but do not wait a second time for a server that does not answer."""
+    """Delete the keys after an early end, unless the server is gone or did not answer in time."""
     try:
         yield
     except Unreachable:
@@ -96,7 +97,7 @@ def _cleaning(host: str, port: int, ranks: int, cleanup: list[Step], limit: floa
 
 
 def _clean(host: str, port: int, ranks: int, cleanup: list[Step], limit: float) -> None:
-    """Delete the keys over new connections: those of the load may be blocked. Raises LoadError."""
+    """Delete the keys over new connections, as the old ones may be blocked. Raises LoadError."""
     if cleanup:
         with worker_pool(host, port, ranks) as load:
             load.run(ClosedLoop([*hello(), *cleanup], limit, window=_WINDOW))

@@ -1,11 +1,10 @@
 """`tcpstore record` and `tcpstore replay`: options, output and exit status.
 
-This module does not know how traffic is decoded, written or played.
+Must not know how traffic is decoded, written or played.
 """
 
 import asyncio
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,19 @@ from typing import Any
 import click
 
 from ...auth.secret_files import TlsFiles
-from ...base.errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError, counted
+from ...base.errors import DistError, counted
 from ...base.interrupts import die_of
 from ...cli.context import (
     FAILED,
-    NOT_ALLOWED,
-    TIMED_OUT,
-    UNREACHABLE,
     ClientContext,
     client_command,
+    exit_status,
     keys_store_option,
     parse_url,
     tls_client_options,
 )
-from ...cli.listen import listen_options, write_atomically
-from ...cli.output import ProgressLine, escape, print_error, print_json, print_result, stdout_is_closed
+from ...cli.listen import announce_ready, listen_options
+from ...cli.output import ProgressLine, escape, print_error, print_json, print_result
 from ...cli.stdio import log_without_blocking
 from ...client.server_url import ServerUrl
 from ...client.tls_settings import wants_tls
@@ -89,11 +86,7 @@ def record_command(
     log_without_blocking()
 
     def announce(host: str, port: int) -> None:
-        if port_file is not None:
-            write_atomically(port_file, f"{port}\n")
-        event = {"event": "ready", "role": "recorder", "host": host, "port": port, "pid": os.getpid()}
-        if not stdout_is_closed():
-            print_json({**event, "file": str(path), "values": values})
+        announce_ready(port_file, host, port, "recorder", file=str(path), values=values)
 
     done: list[Any] = []
 
@@ -148,9 +141,8 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
 
     Reopens every recorded connection and sends the same requests at the recorded times. A request that depended on
     requests from other ranks is sent after them. Values that were not recorded are replaced by others of the same
-    length. Compares the numeric values, types and lengths of
-    replies, and their contents if those were recorded. Use an empty
-    server.
+    length. Compares the numeric values, types and lengths of replies, and their contents if those were recorded. Use an
+    empty server.
 
     --ranks does not make the job larger: with --ranks 20, three copies of a job of 8 ranks are played at once. The
     first copy uses the recorded keys, and each of the others adds a prefix of its own. Each recorded process counts as
@@ -175,12 +167,8 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
             return
     except RecordingError as error:
         context.fail(str(error), FAILED)
-    except AccessDeniedError as error:
-        context.fail(str(error), NOT_ALLOWED)
-    except StoreTimeoutError as error:
-        context.fail(str(error), TIMED_OUT)
-    except DistNetworkError as error:
-        context.fail(str(error), UNREACHABLE)
+    except DistError as error:
+        context.fail(str(error), exit_status(error))
     if context.output == "json":
         print_json(report)
     else:
@@ -204,7 +192,7 @@ def _play(
     progress: ProgressLine,
     signals: list[int],
 ) -> Report:
-    """Play it; the signals that end it early are added to `signals`. Before it begins they end the process."""
+    """Play a recording; append the signals that end it early to `signals`. Before its start, they end the process."""
     copies = 1 if ranks is None or not recording.connections else -(-ranks // max(1, recording.ranks))
     reports: list[Report] = []
 

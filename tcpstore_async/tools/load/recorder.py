@@ -1,8 +1,8 @@
 """A proxy that forwards a job's store traffic unchanged and records it.
 
-It knows sockets, the event loop and the file; it does not know the protocol. Invariants: bytes are forwarded before
-they are decoded, and nothing that goes wrong with the recording, a full disk included, stops or delays the job. The
-file is written by a thread of its own, several times per second, so a recorder that is killed leaves a readable file.
+Knows sockets, the event loop and the file; must not know the protocol. Invariants: bytes are forwarded before they are
+decoded, and no failure of the recording, such as a full disk, stops or delays the job. A thread writes the file several
+times per second, so a killed recorder leaves a readable file.
 """
 
 import asyncio
@@ -37,24 +37,24 @@ from .recording import RecordingError, RowEncoder
 _INTERVAL: Final = 0.25
 """Seconds between two writes to the file."""
 _MOST_UNWRITTEN: Final = 256 * MIB
-"""Bytes that a slow disk may be behind; above it, recording ends."""
+"""Unwritten bytes above which recording ends, because the disk is too slow."""
 _STAGGER: Final = 0.1
-"""Seconds until the next of the server's addresses is tried in parallel with one that has not answered."""
+"""Seconds before the server's next address is tried in parallel with one that has not answered."""
 
 log = logging.getLogger("tcpstore_async.server")
 
 
 class RecordingFile:
-    """A file that a thread writes; compressed if its name ends with .gz.
+    """A file written by a thread; compressed if its name ends with .gz.
 
-    It is locked against other recorders as long as it is open, and what it held is kept until `start`.
+    While open it is locked against other recorders. Its old contents are kept until `start`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises RecordingError if the file cannot be made, or if another recorder writes it."""
+        """Open and lock the file. Raises RecordingError if that fails, or another recorder is writing it."""
         self.path = path
         self.error = ""
-        """Why nothing is written any more."""
+        """Why recording has stopped; empty if it has not."""
         self._unwritten = 0
         try:
             self._file = os.fdopen(_create(path), "wb", buffering=0)
@@ -73,18 +73,18 @@ class RecordingFile:
         except BlockingIOError:
             self._file.close()
             raise RecordingError(f"cannot write {self.path}: another recorder is writing to it") from None
-        except OSError as error:  # not every file system has locks
+        except OSError as error:  # not every file system supports locks
             log.warning("cannot lock %s against other recorders: %s", self.path, error.strerror)
 
     def start(self) -> None:
-        """Remove what the file held, and begin to write."""
+        """Truncate the file and start writing."""
         if self._is_regular:
             self._file.truncate(0)
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def write(self, block: bytes) -> None:
-        """Have a block of whole rows written soon."""
+        """Queue a block of whole rows for writing."""
         if not block or self.error:
             return
         if self._unwritten > _MOST_UNWRITTEN:
@@ -94,7 +94,7 @@ class RecordingFile:
         self._blocks.put(block)
 
     def close(self) -> None:
-        """Write what is left, and close the file. One that was not started stays as it was."""
+        """Write what is queued, and close the file. A file that was not started is unchanged."""
         if self._thread is not None:
             self._blocks.put(None)
             self._thread.join()
@@ -120,9 +120,9 @@ class RecordingFile:
 
 
 def _create(path: Path) -> int:
-    """Return a descriptor of a new file, or of what is there, unless somebody else has put it there.
+    """Return a descriptor of a new file, or of an existing one unless another user owns it.
 
-    A link of theirs could lead to any file of ours, and a file of theirs is one that they can read. Raises OSError and
+    Another user's link could lead to any of our files, and another user can read their own file. Raises OSError and
     RecordingError.
     """
     try:
@@ -164,10 +164,10 @@ class Recorder:
         self.processes = Processes()
         self.rows = RowEncoder(self.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), values)
         self.entered = False
-        """Whether a client has asked for a store with a name."""
+        """Whether a client has asked for a named store."""
         self.connections = 0
         self.requests = 0
-        """Of connections that have ended."""
+        """Number of requests on ended connections."""
         self.log = RateLimitedLog()
         self.open: set[RecordedConnection] = set()
         self._failed = False
@@ -181,13 +181,13 @@ class Recorder:
         return peer if self.tls is None else await self.tls.wrap(peer, self.host)
 
     async def flush_regularly(self) -> None:
-        """Give rows to the file until cancelled; log once if recording has failed."""
+        """Flush rows to the file until canceled."""
         while True:
             await asyncio.sleep(_INTERVAL)
             self.flush()
 
     def flush(self) -> None:
-        """Give the rows so far to the file."""
+        """Pass the rows so far to the file; log once if recording has failed."""
         self.file.write(self.rows.take())
         if self.file.error and not self._failed:
             self._failed = True
@@ -204,7 +204,7 @@ class Recorder:
 
 
 class RecordedConnection(ForwardedConnection):
-    """A client's connection, and that to the server which belongs to it."""
+    """A client's connection and its counterpart to the server."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.connect)
@@ -225,7 +225,7 @@ class RecordedConnection(ForwardedConnection):
         recorder.log.add("upstream", f"cannot connect to {where} for {address}, retrying: {error.strerror or error}")
 
     def passed(self, by_client: bool, data: bytes) -> None:
-        """Forward bytes, and record them after that."""
+        """Forward bytes, then record them."""
         super().passed(by_client, data)
         observer = self._observer
         if observer is None:
@@ -244,7 +244,7 @@ class RecordedConnection(ForwardedConnection):
                 )
 
     def ended(self, by_client: bool) -> None:
-        """Record the end of the connection, which one side has closed."""
+        """Record that one side has closed the connection."""
         if self._ended:
             return
         self._ended = True
@@ -272,10 +272,10 @@ async def record(
 ) -> Recorder:
     """Forward connections to the server at `upstream` and record them into a file, until SIGTERM or SIGINT.
 
-    `ready` is called with host and port once connections are accepted; a file that exists is kept until it has
-    returned. Returns the recorder, whose `file.error` tells whether all was written. Raises DistNetworkError if the
-    address, or the socket `fd`, cannot be had, or if the server's name cannot be resolved, and RecordingError if
-    the file cannot be written. With `tls`, connections to the server are encrypted.
+    `ready` is called with host and port once connections are accepted; an existing file is kept until it returns.
+    Returns the recorder, whose `file.error` tells whether all was written. Raises DistNetworkError if the address, or
+    the socket `fd`, cannot be used, or the server's name cannot be resolved, and RecordingError if the file cannot be
+    written. With `tls`, connections to the server are encrypted.
     """
     raise_file_limit()
     client_tls = None if tls is None else ClientTls(tls)
@@ -331,7 +331,7 @@ async def _forward(recorder: Recorder, listener: socket.socket, ready: Callable[
 
 
 def _log_failure(recorder: Recorder, context: dict[str, Any]) -> None:
-    """Log what the loop could not report to anybody, as a full table of open files."""
+    """Log an error of the loop itself, such as too many open files."""
     error = context.get("exception")
     text = str(context.get("message", "error"))
     recorder.log.add("loop", text if error is None else f"{text}: {error or type(error).__name__}")

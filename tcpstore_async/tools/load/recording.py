@@ -1,8 +1,8 @@
 """The file format of recordings: rows of JSON, one per line, which `docs/recordings.md` specifies.
 
-A `RowEncoder` writes rows, and `read_recording` reads a file into memory for a replay. Neither knows sockets or clocks.
-Invariants: every row is complete in itself, so a file that was cut off is readable up to its last complete row. The
-contents of values are written only if the encoder was told to; which values are equal is written in any case.
+A `RowEncoder` writes rows, and `read_recording` reads a file into memory for a replay. Must not know sockets or clocks.
+Invariants: every row is complete in itself, so a truncated file is readable up to its last complete row. The contents
+of values are written only on request; which values are equal is always written.
 """
 
 import base64
@@ -18,44 +18,48 @@ import msgspec
 from ...base.limits import GIB, MIB
 from ...base.version import VERSION
 from ...wire.codecs import NO_REPLY, VALUES, Fields, ReplyCodec, RequestCodec
-from ...wire.commands import COMMANDS, Command
+from ...wire.commands import COMMANDS, MUTATES, Command
 from ...wire.values import INT64_MAX, INT64_MIN, PREFIX, Framed
 
 FORMAT: Final = "tcpstore-recording"
 FORMAT_VERSION: Final = 1
 
 _CHUNK: Final = 1 << 20
+"""Bytes read at once."""
 _LONGEST_ROW: Final = 512 * MIB
+"""Bytes above which a row is invalid."""
 _GZIP: Final = b"\x1f\x8b"
+"""First bytes of a compressed file."""
 _GZIP_WINDOW: Final = 31
 """zlib's number for a gzip header and the largest window."""
 _MOST_NUMBERS: Final = 1 << 18
-"""Keys, lists and values that an encoder remembers, each; then it forgets them all and numbers them anew."""
+"""Keys, lists and values, each, that an encoder remembers; beyond it, it forgets them and assigns new numbers."""
 _DIGEST_BYTES: Final = 16
+"""Bytes of the digest that identifies a value."""
 _MOST_BYTES: Final = 4 * GIB
-"""Size of a value, from which on a recording cannot be valid."""
+"""Size of a value above which a recording is invalid."""
 
 Row = list[Any]
 
 _RECORDED_AS: Final = {"u": "", "t": "", "m": "i"}
-"""Kinds of fields that are recorded as another kind, or not at all, like tokens."""
+"""Kinds of fields recorded as another kind, or not at all: no tokens."""
 
 FIELDS: Final[dict[RequestCodec, str]] = {
     command.request: "".join([_RECORDED_AS.get(kind, kind) for kind in command.request.kinds]) for command in COMMANDS
 }
-"""What a request's row holds, by codec: the kinds of its fields, as `FIELD_LAYOUTS` of `wire/codecs.py` has them; keys,
-lists and values by their numbers."""
+"""Kinds of the fields in a request's row, keyed by codec, as letters of `FIELD_LAYOUTS` in `wire/codecs.py`; numbers
+stand for keys, lists and values."""
 
 _RECORDED_REPLIES: Final = "nbvwcp"
 
 REPLIES: Final[dict[ReplyCodec, str]] = {
     command.reply: command.reply.kind if command.reply.kind in _RECORDED_REPLIES else "" for command in COMMANDS
 }
-"""What a reply's row holds, by codec: the kind of its result, unless that is always the same; of a list of keys, their
-number and that of their bytes."""
+"""Kind of the result in a reply's row, keyed by codec; empty if the result is always the same. A list of keys is
+represented by the number of keys and of their bytes."""
 
 _LEAST_FIELDS: Final = {"": 0, "c": 2}
-"""Fields of a reply's row, if not one."""
+"""Least number of fields of a reply's row, if not one."""
 
 _BY_NAME: Final = {command.name: command for command in COMMANDS}
 
@@ -65,27 +69,27 @@ class RecordingError(Exception):
 
 
 class _DamagedError(Exception):
-    """A compressed file is not only cut off."""
+    """The gzip data is corrupt, not merely truncated."""
 
 
 # Writing
 
 
 class RowEncoder:
-    """Turns traffic into rows. Times are in seconds of any clock that does not go back."""
+    """Turns traffic into rows. Times are in seconds of any monotonic clock."""
 
     def __init__(self, began: float, created: str, values: bool = False) -> None:
-        """Begin a recording. `created` is the date and time for its readers; `values` includes contents of values."""
+        """Begin a recording. `created` is date and time for readers; with `values`, contents of values are recorded."""
         self._began = began
         self._last = 0
         self._values_included = values
         self._salt = os.urandom(16)
-        """Never written: without it, a guess at a hidden value could be checked."""
+        """Never written, so that a guess at a hidden value cannot be checked."""
         self._keys: dict[bytes, int] = {}
         self._lists: dict[tuple[bytes, ...], int] = {}
         self._values: dict[bytes, int] = {}
         self._counts = [0, 0, 0]
-        """How many keys, lists and values have been numbered."""
+        """Number of keys, lists and values so far."""
         self._encoder = msgspec.json.Encoder()
         self.rows: list[bytes] = []
         self._put(
@@ -99,7 +103,7 @@ class RowEncoder:
         )
 
     def take(self) -> bytes:
-        """Return the rows since the last call, as they go into the file."""
+        """Return the rows since the last call, encoded for the file."""
         rows = self.rows
         if not rows:
             return b""
@@ -129,7 +133,7 @@ class RowEncoder:
         self.add(now, connection, command.name, *row)
 
     def add_reply(self, now: float, connection: int, command: Command, result: Any) -> None:
-        """Add the reply to the oldest request of the connection that has none yet."""
+        """Add the reply to the oldest unanswered request of the connection."""
         kind = REPLIES[command.reply]
         row: Row = []
         if kind in ("n", "b"):
@@ -191,7 +195,7 @@ class RowEncoder:
 
 
 class Value:
-    """A value of a recording: its size in bytes and, if it was recorded, its content."""
+    """A value of a recording: its size in bytes and, if recorded, its content."""
 
     __slots__ = ("content", "integer", "number", "size")
 
@@ -200,7 +204,7 @@ class Value:
         self.size = size
         self.content = content
         self.integer: int | None = None
-        """The number that a hidden value is known to be."""
+        """The number in a hidden value, if known."""
 
 
 class Step:
@@ -218,29 +222,29 @@ class Step:
         self.index = len(connection.steps)
         self.command = command
         self.fields: Row = _NO_FIELDS
-        """As in its row: keys, lists and values by number."""
+        """Fields of its row: keys, lists and values by number."""
         self.at = at
         self.cancels = False
-        """Whether it cancels the wait under way, and so has no reply of its own."""
+        """Whether it cancels a wait, and so has no reply of its own."""
         self.canceled = False
-        """Whether it is a wait that a later step cancels: its reply is whether it had ended just before."""
+        """Whether a later step cancels this wait: then the reply says whether it had already ended."""
         self.reply: Row | None = None
-        """As in its row; None if the recording has none."""
+        """Fields of its reply's row; None without a recorded reply."""
         self.needs = connection.replies
-        """How many replies this connection had received before."""
+        """Number of replies that its connection had received before."""
         self.start = start
         """The row of the request."""
         self.end = -1
-        """The row from which on it is known to have been executed: that of the reply, if it has one; -1 if unknown."""
+        """The row by which it had been executed: that of the reply, if it has one; -1 if unknown."""
         self.prerequisites = 0
-        """How many steps of other connections must be done before it is sent; see `replay_order`."""
+        """Number of steps of other connections that must be done before it is sent; see `replay_order`."""
         self.dependents: list[Step] = _NO_STEPS
-        """The steps of other connections that must wait for this one; add to them by `precedes`."""
+        """Steps of other connections that must wait for this one; added by `precedes`."""
         self.fence = False
-        """Whether others wait for this write, which has no reply: the player sends a PING behind it."""
+        """Whether others wait for this write, which has no reply: the player appends a PING."""
 
     def precedes(self, step: "Step") -> None:
-        """Have a step of another connection wait for this one."""
+        """Make a step of another connection wait for this one."""
         if self.dependents is _NO_STEPS:
             self.dependents = []
         self.dependents.append(step)
@@ -248,7 +252,7 @@ class Step:
 
     @property
     def has_reply(self) -> bool:
-        """Whether the protocol has a reply to it."""
+        """Whether the protocol defines a reply to it."""
         return self.command.reply is not NO_REPLY and not self.cancels and not self._is_empty_list()
 
     @property
@@ -259,16 +263,16 @@ class Step:
             return self.connection.recording.lists[self.fields[0]]
         if kinds.startswith("k"):
             return [self.fields[0]]
-        return [pair[0] for pair in self.fields[0]] if kinds == "i" and self.command.mutates else []
+        return [pair[0] for pair in self.fields[0]] if kinds == "i" and self.command.flags & MUTATES else []
 
     def _is_empty_list(self) -> bool:
-        """Whether it is a MULTI_GET of no keys, whose reply has no bytes."""
+        """Return whether it is a MULTI_GET of no keys, whose reply has no bytes."""
         return self.command.reply is VALUES and self.connection.recording.lists[self.fields[0]] == []
 
 
+# Shared by the many steps; never changed.
 _NO_STEPS: Final[list[Step]] = []
 _NO_FIELDS: Final[Row] = []
-"""Shared by steps, which are many; never changed."""
 
 
 class Connection:
@@ -281,7 +285,7 @@ class Connection:
         self.closed: float | None = None
         self.closed_by_server = False
         self.process = -1
-        """The number of the process that opened it, as far as its PING says."""
+        """The number of its process, from its PING; -1 if unknown."""
         self.steps: list[Step] = []
         self.replies = 0
         self.opaque = False
@@ -302,22 +306,22 @@ class Recording:
         self.seconds = 0.0
         """The time of the last event of a connection."""
         self.complete = False
-        """Whether the recorder was stopped properly, so that the end is not missing."""
+        """Whether the recorder was stopped properly, so that no rows are missing."""
 
     @property
     def ranks(self) -> int:
-        """The number of processes. Every connection of a process that sent no PING counts as one."""
+        """The number of processes; a connection without PING counts as a process."""
         known = {connection.process for connection in self.connections if connection.process >= 0}
         return len(known) + sum(1 for connection in self.connections if connection.process < 0)
 
     @property
     def first(self) -> float:
-        """The time of the first connection: what was before is not replayed."""
+        """The time of the first connection, at which a replay starts."""
         return min((connection.opened for connection in self.connections), default=0.0)
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a recording; one that was cut off, up to its last complete row. Raises RecordingError."""
+    """Read a recording, up to the last complete row if it is truncated. Raises RecordingError."""
     reader = _Reader()
     try:
         with path.open("rb") as file:
@@ -364,7 +368,7 @@ class _Reader:
         self._connections: dict[int, Connection] = {}
         self._unanswered: dict[int, list[Step]] = {}
         self.row = 0
-        """The row that is being read, from 1 on."""
+        """Number of the current row, from 1."""
         self._micros = 0
 
     def take(self, raw: bytes) -> None:
@@ -473,7 +477,7 @@ class _Reader:
         connection.replies += 1
 
     def _check(self, kinds: str, fields: Row) -> None:
-        """Raise ValueError unless the fields are of these kinds, and name only what has been defined."""
+        """Raise ValueError unless the fields are of these kinds and refer only to defined numbers."""
         if len(fields) != len(kinds):
             raise ValueError(f"{len(fields)} fields instead of {len(kinds)}")
         recording = self.recording

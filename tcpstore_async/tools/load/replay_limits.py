@@ -1,7 +1,7 @@
 """The resources that a replay needs: open files, local ports and memory.
 
-Must not know how a replay is played. Invariant: what cannot succeed is refused before the first connection is made and
-before anything is computed for each copy of the job.
+Must not know how a recording is played. Invariant: a replay that cannot succeed is refused before the first connection
+is made and before anything is computed for each copy of the job.
 """
 
 import os
@@ -15,14 +15,15 @@ from ...server.listen_socket import max_connections_by_files
 from .recording import Recording, RecordingError
 
 _RESERVED_FILES: Final = 16
-"""Open files that connections never get: for the loop and for looking up names."""
+"""Open files reserved for the loop and for name look-ups."""
 _CONNECTION_BYTES: Final = 2048
-"""Of each connection of each copy, as measured."""
+"""Measured bytes of each connection of each copy."""
 _OPEN_BYTES: Final = 4096
-"""In addition, while it is open."""
+"""Additional bytes while it is open."""
 _POINTER_BYTES: Final = 8
+"""Bytes of an entry in a list."""
 _PREFIXED_BYTES: Final = 24
-"""Of a key's prefix in further copies, and its share of the list."""
+"""Additional bytes of a key in further copies: prefix and list entry."""
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -45,7 +46,7 @@ def check_limits(recording: Recording, copies: int, speed: float) -> None:
 
 
 def _most_at_once(recording: Recording, speed: float) -> int:
-    """Return how many connections are open at the same time; without pauses, all may be."""
+    """Return the most simultaneous connections; without pauses, all may be open."""
     if not speed:
         return len(recording.connections)
     changes = [(connection.opened, 0, 1) for connection in recording.connections]
@@ -55,7 +56,7 @@ def _most_at_once(recording: Recording, speed: float) -> int:
 
 
 def _memory_of(recording: Recording, copies: int) -> int:
-    """Return the bytes that the player keeps for the copies, before it connects."""
+    """Return the bytes that the player needs for the copies before it connects."""
     keys = sum(sys.getsizeof(key) + _PREFIXED_BYTES for key in recording.keys)
     return copies * (len(recording.connections) * _CONNECTION_BYTES + len(recording.steps) * _POINTER_BYTES + keys)
 
@@ -65,7 +66,7 @@ def _physical_memory() -> int:
 
 
 def _local_ports() -> int:
-    """Return how many connections to one address the kernel can have open."""
+    """Return the number of connections to one address for which there are local ports."""
     try:
         low, high = map(int, _PORT_RANGE.read_text().split())
     except (OSError, ValueError):

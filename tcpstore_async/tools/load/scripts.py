@@ -1,12 +1,12 @@
 """Prepared requests: joining, barriers and one operation of each kind.
 
-Invariant: every connection sends the same bytes, except for eight digits where ranks differ. This module knows commands
-and the sizes of their replies; it knows neither sockets nor measurements.
+Invariant: every connection sends the same bytes, except for eight digits that hold the rank. Knows commands and the
+sizes of their replies; must not know sockets or measurements.
 """
 
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...session.client import ClientSession
 from ...wire.commands import BY_METHOD
@@ -16,10 +16,11 @@ from .generator import Step
 RANK: Final = b"00000000"
 """Placeholder for the rank, in eight digits."""
 NONCE: Final = 20_260
+"""The number in PINGs."""
 
 
 def encode_request(method: str, *fields: object) -> bytes:
-    """Encode a request as a client sends it. Values are framed already."""
+    """Encode a request as a client sends it. Values must be framed."""
     return ClientSession().request(BY_METHOD[method], fields)[0]
 
 
@@ -58,7 +59,7 @@ def store_based_barrier(key: bytes, ranks: int) -> list[Step]:
 
 
 def one_message_barrier(key: bytes, ranks: int) -> list[Step]:
-    """Return the BARRIER command, which PyTorch's libuv server has too."""
+    """Return the step of a BARRIER, which PyTorch's libuv server has too."""
     return [make_step(encode_request("barrier", key, ranks), 1, b"\0")]
 
 
@@ -67,13 +68,12 @@ def confirmed(request: bytes) -> Step:
     return make_step(request + encode_request("ping", NONCE), 4, PONG)
 
 
-class Operation:
-    """One kind of request, with the steps that prepare its keys and those that delete them."""
+class Operation(NamedTuple):
+    """One kind of request, with the steps that prepare and delete its keys."""
 
-    def __init__(self, before: list[Step], request: Step, after: list[Step]) -> None:
-        self.before = before
-        self.request = request
-        self.after = after
+    before: list[Step]
+    request: Step
+    after: list[Step]
 
 
 class Keys:

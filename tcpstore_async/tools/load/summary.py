@@ -1,4 +1,4 @@
-"""Counts what a recording holds: requests and bytes by command, in all and per rank. It knows no output format."""
+"""Counts of a recording: requests and bytes by command, in total and per rank. Must not know output formats."""
 
 from typing import Final
 
@@ -8,15 +8,16 @@ from ...wire.values import PREFIX
 from .recording import FIELDS, REPLIES, Recording, Step
 
 _REPLY_BYTES: Final = {"n": 8, "b": 1}
+"""Bytes of a reply by kind of result."""
 
 
 class CommandCount(msgspec.Struct):
-    """What the ranks of a recording have sent of one command."""
+    """Counts of one command."""
 
     command: str
     requests: int
     fewest: int
-    """Requests of the rank that sent the fewest, other than none."""
+    """Requests of the rank that sent the fewest, but at least one."""
     most: int
     ranks: int
     """Ranks that sent any."""
@@ -25,7 +26,7 @@ class CommandCount(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """What a recording holds. Times are in seconds."""
+    """Counts of a recording. Times are in seconds."""
 
     created: str
     values: bool
@@ -35,7 +36,7 @@ class Summary(msgspec.Struct):
     requests: int
     seconds: float
     commands: list[CommandCount]
-    """In the order in which they first occur."""
+    """Counts by command, in order of first occurrence."""
 
 
 def summarize(recording: Recording) -> Summary:

@@ -1,7 +1,7 @@
 """Worker processes that run load generators, and the orders and results exchanged with them as lines of JSON.
 
-Invariant: a worker never outlives its pool, and its failure is raised here as the same LoadError. This module does not
-know what is measured.
+Invariant: a worker never outlives its pool, and its failure is raised here as the same LoadError. Must not know what is
+measured.
 """
 
 import os
@@ -24,8 +24,10 @@ from .generator import Clock, Generator, Late, LoadError, Result, Step, Unreacha
 _KINDS: Final = {kind.__name__: kind for kind in (Unreachable, Late)}
 
 _ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
+"""Argument of the program: where this package is."""
+
 _PROGRAM: Final = "import sys; sys.path[0] = sys.argv[1]; from tcpstore_async.tools.load.workers import work; work()"
-"""Imports this very package: a checkout in the working directory must not shadow a compiled build."""
+"""Program of a worker. It imports this very package: a checkout in the working directory must not shadow it."""
 
 
 def process_clock(pid: int) -> int:
@@ -192,7 +194,7 @@ def worker_pool(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(min(generators, count)):
-            # In a session of its own: Ctrl-C is for the parent, which ends the worker.
+            # In its own session: Ctrl-C is for the parent, which ends the worker.
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, _ROOT],
                 stdin=subprocess.PIPE,
@@ -238,7 +240,7 @@ def work() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     first = sys.stdin.buffer.readline()
     if not first:
-        return  # the parent was interrupted while it started this
+        return  # the parent was interrupted while it started this process
     host, ports, source = msgspec.json.decode(first, type=tuple[str, list[int], str])
     generator = Generator(host, ports, source)
     try:

@@ -1,1 +1,1 @@
-"""The commands that look into a running server."""
+"""Commands that look into a running server."""

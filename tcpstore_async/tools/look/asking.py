@@ -1,4 +1,4 @@
-"""What commands that query a server over its admin socket have in common: options, errors, units.
+"""What commands that query the admin socket have in common: options, errors, units.
 
 Knows where the socket is, and exit statuses. Must not know what a reply means.
 """
@@ -9,12 +9,16 @@ from typing import TypeVar
 
 import click
 
-from ...base.errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
-from ...cli.context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext, parse_store
+from ...base.errors import DistError, DistNetworkError, ProtocolError
+from ...cli.context import NOT_ALLOWED, ClientContext, exit_status, parse_store
 from ...client.admin import Where, is_local
 from ...server import admin_path
 
 Answer = TypeVar("Answer")
+
+world_size_option = click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
+)
 
 admin_option = click.option(
     "--admin",
@@ -24,7 +28,7 @@ admin_option = click.option(
 )
 
 store_option = click.option("--store", metavar="NAME", callback=parse_store, help="Inspect this named store.")
-"""For what looks in; its store is that of the context."""
+"""For commands that query; the value is `ClientContext.store`."""
 
 
 def find_admin(host: str, port: int) -> Path:
@@ -48,29 +52,28 @@ def find_admin(host: str, port: int) -> Path:
     return found[0]
 
 
-def asked(context: ClientContext, admin: Path | None, asking: Callable[[Where, float | None], Answer]) -> Answer:
-    """Call `asking` with where to ask and a timeout; exit with the right status on failure."""
+def query(context: ClientContext, admin: Path | None, request: Callable[[Where, float | None], Answer]) -> Answer:
+    """Call `request` with the place to query and the timeout; exit with the right status on failure."""
     try:
         where = admin or context.http or find_admin(context.host, context.port)
-        return asking(where, None if context.timeout < 0 else context.timeout)
-    except StoreTimeoutError as error:
-        context.fail(str(error), TIMED_OUT)
-    except DistNetworkError as error:
-        context.fail(str(error), UNREACHABLE)
+        return request(where, None if context.timeout < 0 else context.timeout)
     except PermissionError as error:
         context.fail(str(error), NOT_ALLOWED)
     except (DistError, ProtocolError) as error:
-        context.fail(str(error), FAILED)
+        context.fail(str(error), exit_status(error))
 
 
 def in_seconds(number: float | None) -> str:
-    """Return a short time as text."""
+    """Return a duration as text, for example of a round trip."""
     if number is None:
         return "-"
     if number < 0.001:
         return f"{number * 1e6:.0f} µs"
-    if number < 1:
-        return f"{number * 1e3:.1f} ms"
+    return f"{number * 1e3:.1f} ms" if number < 1 else in_seconds_or_more(number)
+
+
+def in_seconds_or_more(number: float) -> str:
+    """Return a duration as text, for example of a wait; less than a second has no unit of its own."""
     if number < 100:
         return f"{number:.1f} s"
     return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.1f} h"

@@ -1,6 +1,6 @@
-"""The ranks of a job, with what the environments of processes on the server's machine say of them.
+"""The ranks of a job, numbered with the help of environments of processes on the server's machine.
 
-Knows where environments are read. Must not know what follows from them.
+Knows where environments are read. Must not know how ranks are numbered.
 """
 
 from ...client.admin import find_local, read_environment
@@ -9,9 +9,9 @@ from ...diagnosis.ranks import Ranks
 
 
 def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | None = None) -> Ranks:
-    """Return the ranks; `world_size` is their number, if the server may not know it.
+    """Return the ranks; `world_size` is their number, for a server that may not know it.
 
-    If the facts come from another machine, so do the environments. For `hosts` see `find_environments`.
+    Facts from another machine contain the environments. For `hosts` see `find_environments`.
     """
     environments = facts.environments
     if environments is None:
@@ -20,9 +20,9 @@ def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | N
 
 
 def find_environments(sessions: list[Session], hosts: dict[str, bool] | None = None) -> dict[int, dict[str, str]]:
-    """Return by session what the environments of processes on this machine say.
+    """Return the environments of processes on this machine, keyed by session.
 
-    `hosts` says of which addresses it is known whether they are of this machine; others are added.
+    `hosts` caches which addresses are this machine's; new ones are added.
     """
     local: dict[str, bool] = {} if hosts is None else hosts
     known: dict[int, dict[str, str]] = {}

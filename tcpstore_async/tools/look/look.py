@@ -1,7 +1,7 @@
 """`tcpstore info`, `keys`, `stat`, `latency` and `monitor`: options and text.
 
-The first two ask a server as its clients do, ours or PyTorch's, and the admin socket of one of this machine for what
-clients cannot be told; the others ask that socket. They do not know how a request is made.
+The first two query a server as clients do, ours or PyTorch's, and the admin socket of one on this machine for what
+clients cannot see; the others query that socket. Must not know how a request is made.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from ...base.limits import Limits
 from ...base.version import VERSION
 from ...cli.client import ping_milliseconds
 from ...cli.context import OTHER_SERVER, ClientContext, client_command, keys_store_option, looking_command, wait_option
+from ...cli.options import Seconds
 from ...cli.output import escape, print_json, print_result, to_json
-from ...cli.seconds import Seconds
 from ...client.admin import Where, ask, is_local, read_environment
 from ...client.aio import AsyncTCPStore
 from ...diagnosis.facts import Facts, read_facts
 from ...diagnosis.rates import Histogram, Interval, Look, between, read_look
 from ...diagnosis.samples import Sample, read_samples
 from ...serving import build
-from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
+from .asking import admin_option, find_admin, in_bytes, in_seconds, query, store_option
 
 _FIRST_INTERVAL: Final = 0.3
-"""Seconds between the two samples of a `stat` that prints once."""
+"""Seconds between the two looks of a `stat` that prints once."""
 
 _HEADER_EVERY: Final = 20
 """Rows between two headers."""
@@ -78,7 +78,7 @@ def info(context: ClientContext, local: bool, admin: Path | None) -> None:
 
 
 def _described(context: ClientContext) -> dict[str, Any]:
-    """Describe a server as clients know it or, if it is of this machine and cannot be reached, as it does itself."""
+    """Describe a server as clients see it; if it is on this machine and cannot be reached, as its admin socket does."""
     try:
         path: Path | None = find_admin(context.host, context.port)
     except DistError:
@@ -112,8 +112,8 @@ def _described(context: ClientContext) -> dict[str, Any]:
 
 
 def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
-    """Describe a server by what it says itself: there is no round trip."""
-    facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, [], timeout)))
+    """Describe a server by its admin socket, without a round trip of a client."""
+    facts = query(context, admin, lambda path, timeout: read_facts(ask(path, [], timeout)))
     return {"server": "tcpstore_async", **facts.server, "ping_milliseconds": None}
 
 
@@ -151,7 +151,7 @@ def keys(context: ClientContext, prefix: str, raw: bool, sort: str, admin: Path 
 
 def _keys_by_size(context: ClientContext, prefix: str, raw: bool, admin: Path | None) -> None:
     store = context.store
-    facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
+    facts: Facts = query(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
     found = [(caller_key(one.key), one) for one in facts.keys]
     start = readable(os.fsencode(prefix))
     rows = sorted((-one.size, name, one.age) for name, one in found if name.startswith(start))
@@ -182,7 +182,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
     ("KEYS", 9, lambda one: str(one.keys)),
     ("BYTES", 10, lambda one: in_bytes(one.bytes)),
 )
-"""Fields that there are for each store; the rest are of the server."""
+"""The columns with --store: other numbers are not counted for each store."""
 
 
 @click.command()
@@ -209,13 +209,13 @@ def stat(context: ClientContext, interval: float | None, count: int | None, admi
     store = context.store
     look = functools.partial(look_at, store=store)
     columns = _COLUMNS if store is None else _STORE_COLUMNS
-    before = asked(context, admin, look).stats
+    before = query(context, admin, look).stats
     due = time.monotonic()
     printed = 0
     while wanted is None or printed < wanted:
         due = max(due + seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-        after = asked(context, admin, look).stats
+        after = query(context, admin, look).stats
         row = between(before, after)
         before = after
         if context.output == "json":
@@ -230,7 +230,7 @@ def stat(context: ClientContext, interval: float | None, count: int | None, admi
 
 
 def store_figures(store: str, now: Interval) -> dict[str, Any]:
-    """Return what there is for one store, for JSON."""
+    """Return the numbers of one store, for JSON."""
     names = ("time", "sessions", "waiting", "joined", "keys", "bytes")
     return {"store": store, **{name: getattr(now, name) for name in names}}
 
@@ -335,7 +335,6 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
     Tokens are never shown, and values only with --values. The server does not wait for this command: entries that
     arrive faster than they are read are dropped, and the number dropped is shown.
     """
-    names = _RankNames()
 
     def follow(path: Where, timeout: float | None) -> None:
         shown = dropped = 0
@@ -344,7 +343,7 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
             samples = portion.samples if count is None else portion.samples[: count - shown]
             shown += len(samples)
             for sample in samples:
-                sample.rank = names.rank(sample)
+                sample.rank = _rank_of(sample)
             lost = portion.dropped - dropped
             dropped = portion.dropped
             if context.output == "json":
@@ -361,32 +360,26 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
                 return
         raise DistNetworkError("the server closed the admin socket: it is stopping, or this command read too slowly")
 
-    asked(context, admin, follow)
+    query(context, admin, follow)
 
 
-class _RankNames:
-    """The ranks of processes of this machine, by their environment."""
+_is_local: Final = functools.cache(is_local)
 
-    def __init__(self) -> None:
-        self._local: dict[str, bool] = {}
-        self._known: dict[int, str | None] = {}
 
-    def rank(self, sample: Sample) -> str | None:
-        """Return the rank that has sent a command, if it is known."""
-        if sample.rank is not None or sample.pid is None:
-            return sample.rank
-        if sample.host not in self._local:
-            self._local[sample.host] = is_local(sample.host)
-        if not self._local[sample.host]:
-            return None
-        if sample.pid not in self._known:
-            self._known[sample.pid] = read_environment(sample.pid).get("RANK")
-        return self._known[sample.pid]
+@functools.cache
+def _rank_in_environment(pid: int) -> str | None:
+    return read_environment(pid).get("RANK")
+
+
+def _rank_of(sample: Sample) -> str | None:
+    """Return the rank that sent a command, if known: from its client, or from the environment of a local process."""
+    if sample.rank is not None or sample.pid is None or not _is_local(sample.host):
+        return sample.rank
+    return _rank_in_environment(sample.pid)
 
 
 def _as_object(sample: Sample) -> dict[str, Any]:
-    found = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    return {**found, "key": None if sample.key is None else caller_key(sample.key)}
+    return {**msgspec.structs.asdict(sample), "key": None if sample.key is None else caller_key(sample.key)}
 
 
 def _sample_line(sample: Sample) -> str:

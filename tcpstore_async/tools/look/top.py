@@ -1,7 +1,7 @@
-"""`tcpstore top`: what a server does, on a screen that is redrawn, or as one object.
+"""`tcpstore top`: what a server is doing, on a screen that is redrawn, or as one JSON object.
 
-Knows rich, which is an extra of the package, and terminals. Must not know how a server is asked.
-Invariant: whatever ends the command, the terminal is as it was before.
+Knows terminals and rich, which is an extra of the package. Must not know how a server is queried.
+Invariant: whatever ends the command, the terminal is restored.
 """
 
 import os
@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from msgspec.structs import asdict
 
 from ...base.errors import counted
 from ...base.interrupts import die_of
 from ...base.keys import caller_key
 from ...cli.context import ClientContext, looking_command
+from ...cli.options import Seconds
 from ...cli.output import escape, print_json
-from ...cli.seconds import Seconds
 from ...client.admin import Where
 from ...diagnosis.rates import Interval, Look, between
-from .asking import admin_option, asked, in_bytes, in_seconds, store_option
+from .asking import admin_option, in_bytes, in_seconds, query, store_option, world_size_option
 from .look import look_at, store_figures
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ _MOST_ROWS: Final = 10
     metavar="SECONDS",
     help="Time between refreshes.",
 )
-@click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
-)
+@world_size_option
 @store_option
 @admin_option
 @looking_command
@@ -65,7 +64,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
     """
     store = context.store
     if context.output == "json":
-        print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
+        print_json(query(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("'top' needs a terminal; without one, use -o json, or 'tcpstore stat'.")
@@ -75,7 +74,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
         raise click.ClickException(
             "'top' needs rich: pip install 'tcpstore_async[top]'; without it, use 'tcpstore stat', or -o json"
         ) from None
-    number = asked(
+    number = query(
         context,
         admin,
         lambda path, timeout: _show(lambda: _look(path, timeout, store), interval, store, world_size),
@@ -96,8 +95,8 @@ def _object(where: Where, timeout: float | None, store: str | None, world_size: 
 
 
 def as_object(look: Look, now: Interval, store: str | None, world_size: int | None) -> dict[str, Any]:
-    """Return what is shown of all stores, or of one, for JSON."""
-    waits = [{**_fields(one), "key": caller_key(one.key)} for one in look.waits]
+    """Return what is shown of all stores, or of one, as JSON."""
+    waits = [{**asdict(one), "key": caller_key(one.key)} for one in look.waits]
     return {
         "server": look.server,
         "now": now if store is None else store_figures(store, now),
@@ -105,12 +104,8 @@ def as_object(look: Look, now: Interval, store: str | None, world_size: int | No
         "world_size": _world_size(look, world_size),
         "waits": waits,
         "largest": [{"key": caller_key(one.key), "bytes": one.size, "store": one.store} for one in look.largest],
-        **({"stores": [_fields(one) for one in look.oldest], "other_stores": look.others} if store is None else {}),
+        **({"stores": [asdict(one) for one in look.oldest], "other_stores": look.others} if store is None else {}),
     }
-
-
-def _fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def _world_size(look: Look, world_size: int | None) -> int | None:
@@ -119,7 +114,7 @@ def _world_size(look: Look, world_size: int | None) -> int | None:
 
 
 class _Ended(Exception):
-    """A signal has asked for the end."""
+    """A signal requested exit."""
 
 
 def _show(look: Callable[[], Look], interval: float, store: str | None, world_size: int | None) -> int:
@@ -184,7 +179,7 @@ def _quits(terminal: int, seconds: float) -> bool:
 def screen(
     look: Look, now: Interval, world_size: int | None, height: int, store: str | None = None
 ) -> "RenderableType":
-    """Return what is drawn of all stores, or of one. Text of peers is escaped, and not taken for markup."""
+    """Return the screen for all stores, or for one. Text of peers is escaped, and not taken for markup."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,6 +1,6 @@
 """`tcpstore who`, `waiters`, `clients` and `stores`: options and tables.
 
-They ask a server over its admin socket, and print what follows. They do not know what it follows from.
+They query a server over its admin socket and print conclusions. Must not know how these are drawn.
 """
 
 import shlex
@@ -18,38 +18,34 @@ from ...cli.context import ClientContext, client_command, looking_command
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import ask
 from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
-from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, does, find_missing
+from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.ranks import Ranks, number_ranges
-from .asking import admin_option, asked, store_option
+from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
 
 _ENOUGH: Final = 32
-"""Ranks, or keys, that a line of text names; JSON has all."""
+"""Ranks, or keys, that a line of text names; JSON contains all."""
 
 _MOST_CLAIMING: Final = 4
-"""Processes with the same rank that are named."""
-
-_world_size_option = click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
-)
+"""Processes that claim the same rank and are named."""
 
 
 def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: str | None = None) -> Facts:
-    """Return the facts of the server, or of the context's store; exit with the right status on failure.
+    """Return the facts about the server, or the context's store; exit with the right status on failure.
 
-    With `drop`, the store of that name is ended first.
+    With `drop`, end the store of that name first.
     """
     more: dict[str, Any] = {
         name: value for name, value in (("store", context.store), ("drop", drop)) if value is not None
     }
-    return asked(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
+    return query(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
 
 
 @click.command()
 @click.option("--missing", is_flag=True, help="Show who is missing, instead of who is connected.")
 @store_option
-@_world_size_option
+@world_size_option
 @admin_option
 @looking_command
 @uncollected()
@@ -81,7 +77,7 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
 
 @click.command()
 @store_option
-@_world_size_option
+@world_size_option
 @admin_option
 @looking_command
 @uncollected()
@@ -131,7 +127,7 @@ def drop(context: ClientContext, name: str, admin: Path | None) -> None:
 
 
 def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
-    """Forget the sessions that are in other stores than the keys; return a line that says so, if there are any."""
+    """Keep only the sessions in this store, and return a line about the others, if there are any."""
     others = facts.keep_store(store)
     names = {one.store for one in others}
     example = min(filter(None, names), default="")
@@ -190,7 +186,7 @@ def _session(session: Session, facts: Facts, ranks: Ranks) -> dict[str, Any]:
         "command": session.command,
         "waits_for": [caller_key(key) for key in keys],
         "since": session.idle,
-        "does": does(session, facts.groups),
+        "does": describe_activity(session, facts.groups),
         "address": session.host,
         "known_by": "" if rank is None else rank.source,
         "store": session.store or "",
@@ -237,12 +233,12 @@ def _missing_lines(answer: Missing) -> Iterable[str]:
 def _pending_lines(one: Pending) -> Iterable[str]:
     expected = "?" if one.expected is None else str(one.expected)
     what = {"join": "joining", "barrier": f"barrier {caller_key(one.key)}", "keys": f"keys {caller_key(one.key)}"}
-    waiting = f", {one.waiting} waiting for {_seconds(one.since)}" if one.waiting else ""
+    waiting = f", {one.waiting} waiting for {in_seconds_or_more(one.since)}" if one.waiting else ""
     yield f"{what[one.kind]}: {one.arrived} of {expected} have arrived{waiting}"
     if one.missing_ranks:
         yield f"  missing: {_ranks(one.missing_ranks)}"
     for rank in one.elsewhere[:_ENOUGH]:
-        yield f"  {_name(rank)} is connected but {rank.does} (last request {_seconds(rank.since)} ago)"
+        yield f"  {_name(rank)} is connected but {rank.does} (last request {in_seconds_or_more(rank.since)} ago)"
     if len(one.elsewhere) > _ENOUGH:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:
@@ -269,18 +265,12 @@ def _waiting_lines(found: list[Waiting]) -> Iterable[str]:
         if one.connections:
             names += f" ({', '.join(one.connections[:4])}{', …' if len(one.connections) > 4 else ''})"
         count = f"{one.waiting} waiting" if one.waiting == 1 else f"{one.waiting} waiting, the longest"
-        yield f"{caller_key(one.key)}: {count} for {_seconds(one.since)}{names}"
+        yield f"{caller_key(one.key)}: {count} for {in_seconds_or_more(one.since)}{names}"
         if one.more > 0:
             yield f"  and for {counted(one.more, 'more key')}"
         for near in one.nearest:
-            age = "" if near.age is None else f", written {_seconds(near.age)} ago"
+            age = "" if near.age is None else f", written {in_seconds_or_more(near.age)} ago"
             yield f"  {caller_key(near.key)} exists{age}{'' if near.by is None else f' by {near.by}'}"
-
-
-def _seconds(number: float) -> str:
-    if number < 100:
-        return f"{number:.1f} s"
-    return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.1f} h"
 
 
 def _table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Iterable[str]:
@@ -294,11 +284,11 @@ def _table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Iterable[str
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return _seconds(value) if isinstance(value, float) else escape(str(value))
+    return in_seconds_or_more(value) if isinstance(value, float) else escape(str(value))
 
 
 def _callers_keys(answer: msgspec.Struct) -> Any:
-    """Return an answer as it is printed, with keys as callers know them."""
+    """Return an answer for JSON, with keys in the caller's form."""
     return _convert(msgspec.to_builtins(answer))
 
 

@@ -1,7 +1,7 @@
-"""What is answered to a request for a path: the page, its data, metrics, health, replies of the admin socket.
+"""The answers by path: the page, its data, metrics, health, replies of the admin socket.
 
-Knows what has been learnt of the server. Must not know sockets, nor the admin socket.
-Invariants: no answer to a browser waits for the server longer than that is patient. None has a value of the store.
+Knows the latest looks at the server. Must not know sockets, nor the admin socket.
+Invariants: no answer to a browser waits longer for the server than a browser waits. No answer has a value of the store.
 """
 
 from collections.abc import Generator, Mapping
@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ...base.coercion import parse_digits
 from ...base.errors import DistError
 from ...client.admin_http import PATH
 from ...diagnosis.facts import NamedStore
@@ -18,7 +19,7 @@ from .looking import Looker
 from .replies import BusyError, Replies
 from .summary import STATES, clip
 
-_TEXT: Final = "text/plain; charset=utf-8"
+TEXT: Final = "text/plain; charset=utf-8"
 _JSON: Final = "application/json"
 
 _PAGE: Final = {
@@ -29,25 +30,25 @@ _PAGE: Final = {
 }
 
 _FIRST_LOOK_SECONDS: Final = 0.5
-"""For the first look, at most: the page asks again."""
+"""Longest wait for the first look: the page asks again."""
 
 
 class Answer(NamedTuple):
-    """A reply: its status, the type of its content, and that."""
+    """A reply: status, content type and content."""
 
     status: int
     type: str
     body: bytes
     retry: bool = False
-    """Whether the same request may soon be answered otherwise."""
+    """Whether the same request may soon have another answer."""
 
 
 class Lines(NamedTuple):
-    """An answer that is as long as it is: lines of JSON, the first of which is known, and the last of which says so."""
+    """An answer of unknown length: lines of JSON, of which the last one says that it is the last."""
 
     first: bytes
     rest: Generator[bytes, None, None]
-    """To be closed."""
+    """Must be closed."""
 
 
 class Answers:
@@ -60,7 +61,7 @@ class Answers:
         self._page = {path: Answer(200, kind, (folder / name).read_bytes()) for path, (name, kind) in _PAGE.items()}
 
     def answer(self, path: str, query: Mapping[str, str], accept: str, names: bool = True) -> Answer | Lines | None:
-        """Return the answer to a request; None if there is nothing at this path. Metrics may have `names` of stores."""
+        """Return the answer to a request; None for an unknown path. Only with `names` do metrics name stores."""
         if path in self._page:
             return self._page[path]
         if path == "/livez":
@@ -81,8 +82,8 @@ class Answers:
     def _alive(self) -> Answer:
         silent = self._looker.silent_for()
         if not silent:
-            return Answer(200, _TEXT, b"alive\n")
-        return Answer(503, _TEXT, f"the server has not answered for {silent:.0f} s{self._reason()}\n".encode())
+            return Answer(200, TEXT, b"alive\n")
+        return Answer(503, TEXT, f"the server has not answered for {silent:.0f} s{self._reason()}\n".encode())
 
     def _ready(self) -> Answer:
         alive = self._alive()
@@ -91,10 +92,10 @@ class Answers:
             return alive
         server = counters.server
         if not server.get("accepting", True):
-            return Answer(503, _TEXT, b"the server is no longer accepting connections\n")
+            return Answer(503, TEXT, b"the server is no longer accepting connections\n")
         if _number(server, "connections") >= _number(server, "max_connections") > 0:
-            return Answer(503, _TEXT, b"the server is at its connection limit\n")
-        return Answer(200, _TEXT, b"ready\n")
+            return Answer(503, TEXT, b"the server is at its connection limit\n")
+        return Answer(200, TEXT, b"ready\n")
 
     def _reason(self) -> str:
         error = self._looker.error
@@ -104,7 +105,7 @@ class Answers:
         try:
             from .metrics import expose
         except ImportError:
-            return Answer(501, _TEXT, b"metrics need prometheus-client: pip install 'tcpstore-async[metrics]'\n")
+            return Answer(501, TEXT, b"metrics need prometheus-client: pip install 'tcpstore-async[metrics]'\n")
         looker = self._looker
         kind, body = expose(None if looker.silent_for() else looker.counters, accept, names)
         return Answer(200, kind, body)
@@ -143,18 +144,19 @@ class Answers:
         try:
             return Lines(next(lines), lines)
         except ValueError as error:
-            return Answer(400, _TEXT, f"{clip(str(error))}\n".encode())
+            return Answer(400, TEXT, f"{clip(str(error))}\n".encode())
         except BusyError as error:
-            return Answer(503, _TEXT, f"{error}\n".encode(), retry=True)
+            return Answer(503, TEXT, f"{error}\n".encode(), retry=True)
         except (DistError, OSError, StopIteration) as error:
-            return Answer(503, _TEXT, f"{clip(str(error) or 'the server has not replied')}\n".encode())
+            return Answer(503, TEXT, f"{clip(str(error) or 'the server has not replied')}\n".encode())
 
     def _rank(self, number: str, store: str | None) -> Answer:
         summary = self._looker.summary(_FIRST_LOOK_SECONDS, store)[0]
-        if summary is None or not (number.isascii() and number.isdecimal() and len(number) < 10):
-            return Answer(404, _TEXT, b"unknown rank\n")
-        detail = summary.detail(int(number))
-        return _json({"number": int(number), "detail": None if detail is None else detail._asdict()})
+        rank = parse_digits(number)
+        if summary is None or rank is None:
+            return Answer(404, TEXT, b"unknown rank\n")
+        detail = summary.detail(rank)
+        return _json({"number": rank, "detail": None if detail is None else detail._asdict()})
 
 
 def _json(value: object) -> Answer:
@@ -168,7 +170,7 @@ def _about(counters: Look) -> dict[str, Any]:
 
 def _store(store: NamedStore) -> dict[str, Any]:
     return {
-        "name": store.name,  # whole, since it is what is asked for
+        "name": store.name,  # not clipped: the page requests the store with it
         "owner": clip(f"{store.host}, pid {store.pid}" if store.pid else store.host),
         "age": round(store.age),
         "joined": store.joined,

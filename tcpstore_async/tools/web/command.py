@@ -1,17 +1,19 @@
-"""`tcpstore http`: options, output and exit status.
+"""`tcpstore http`: options, output and exit status. Must not know what is answered over HTTP."""
 
-This module does not know what is answered over HTTP.
-"""
-
-import os
 from pathlib import Path
 
 import click
 
 from ...base.errors import DistError
 from ...cli.context import url_option
-from ...cli.listen import Where, log_format_option, log_level_option, parse_address
-from ...cli.output import print_json, stdout_is_closed
+from ...cli.listen import (
+    Where,
+    announce_ready,
+    log_format_option,
+    log_level_option,
+    owner_fd_option,
+    parse_address,
+)
 from ...cli.stdio import fail, log_without_blocking
 from ...client.server_url import ServerUrl
 from ...server.listen_socket import adopt, listen
@@ -39,13 +41,7 @@ from ..look.asking import admin_option, find_admin
 @log_level_option
 @click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket.", hidden=True)
 @click.option("--name", default="", help="The host name that the socket of --listen-fd was bound to.", hidden=True)
-@click.option(
-    "--owner-fd",
-    type=click.IntRange(0),
-    metavar="FD",
-    help="Ignore signals, and exit when the other end of this pipe or socket is closed.",
-    hidden=True,
-)
+@owner_fd_option
 def http_command(
     where: Where,
     admin: Path | None,
@@ -65,14 +61,14 @@ def http_command(
     / is the page, /metrics is for Prometheus, /livez and /readyz are for supervisors. Prints one line of JSON once it
     is ready to accept requests. Exits on SIGTERM and SIGINT.
     """
-    from .running import run  # not for the other commands, which have to start fast
+    from .running import run  # not at the top: other commands must start fast
 
     log_without_blocking(log_format, log_level)
 
     def announce() -> None:
-        if owner_fd is None and not stdout_is_closed():
+        if owner_fd is None:
             host, port = listener.getsockname()[:2]
-            print_json({"event": "ready", "role": "http", "host": host, "port": port, "pid": os.getpid()})
+            announce_ready(None, host, port, "http")
 
     try:
         listener = listen(where.host, where.port) if listen_fd is None else adopt(listen_fd)

@@ -1,10 +1,10 @@
-"""Serves answers over HTTP/1.1, to browsers and to what collects metrics.
+"""Serves answers over HTTP/1.1, to browsers and collectors of metrics.
 
 Knows sockets and HTTP. Must not know what is answered.
-Invariants: a bounded number of connections, each with a bounded request and a deadline for it. Only GET and HEAD, and
-nothing here changes anything. Lines are sent no faster than they are read, and for a minute at most. A page of another
-origin can neither embed an answer nor read it, under whatever name it has this address resolved: a request must name
-the host by an address, as localhost, or as it was started.
+Invariants: a bounded number of connections, each with a bounded request and a deadline for it. Only GET and HEAD are
+served, and change nothing. Lines are sent no faster than they are read, and for a minute at most. A page of another
+origin can neither embed nor read an answer, whatever name it has resolved to this address: a request must name the host
+by an address, as localhost, or by the name given at the start.
 """
 
 import io
@@ -21,25 +21,25 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ...server.peer_user import PeerUsers, UnknownOwnerError
-from .answers import Answer, Answers, Lines
+from .answers import TEXT, Answer, Answers, Lines
 
 log = logging.getLogger("tcpstore_async.web")
 
 MOST_CONNECTIONS: Final = 32
 
 _MOST_BYTES: Final = 16 * 1024
-"""Of a request."""
+"""Most bytes of a request."""
 _REQUEST_SECONDS: Final = 15.0
-"""From one answer to the end of the next request."""
+"""Longest time from one answer to the end of the next request."""
 _WRITE_SECONDS: Final = 15.0
+"""Timeout of one write."""
 _LINES_SECONDS: Final = 60.0
-"""To write all lines of an answer."""
+"""Longest time to write all lines of an answer."""
 _CLOSE_SECONDS: Final = 1.0
-"""Until a connection that makes way for another one is closed."""
+"""Longest time until an evicted connection is closed."""
 
 _RETRY_SECONDS: Final = 5
 
-_TEXT: Final = "text/plain; charset=utf-8"
 _LINES: Final = "application/x-ndjson"
 
 _HEADERS: Final = {
@@ -56,22 +56,23 @@ _HEADERS: Final = {
 _FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 5\r\n\r\n"
 
 _PROBES: Final = ("/livez", "/readyz")
+"""Paths of health checks."""
 _FOR_EVERYBODY: Final = (*_PROBES, "/metrics")
-"""Paths whose answers name no key, host or rank; and stores only to those who may see everything."""
+"""Paths whose answers name no key, host or rank; and stores only for the same user."""
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves on a socket that listens already."""
+    """Serves on a listening socket."""
 
     daemon_threads = True
-    block_on_close = False  # connections are closed by the end of the process
+    block_on_close = False  # the end of the process closes connections
 
     def __init__(
         self, listener: socket.socket, answers: Answers, names: frozenset[str], users: PeerUsers | None = None
     ) -> None:
-        """`names` are the names, in lower case, by which the host may be called; addresses always may.
+        """`names` are the accepted names of the host, in lower case, besides its addresses.
 
-        With `users`, only processes of this process's user on this host, and root's, see what names keys or hosts.
+        With `users`, only processes of this process's user on this host, and root's, see answers with keys or hosts.
         """
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
@@ -82,11 +83,11 @@ class HttpServer(ThreadingHTTPServer):
         self._users_lock = threading.Lock()
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._awaiting: OrderedDict[socket.socket, None] = OrderedDict()
-        """Connections that have not sent their next request in full, those first that have had the longest time."""
+        """Connections that have not sent their next request in full, longest wait first."""
         self._awaiting_lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, if there are not too many with a request under way."""
+        """Serve a connection in a thread of its own, unless too many others are serving a request."""
         if not self._free.acquire(blocking=False) and not self._take_place():
             with suppress(OSError):
                 request.setblocking(False)
@@ -100,9 +101,9 @@ class HttpServer(ThreadingHTTPServer):
             raise
 
     def _take_place(self) -> bool:
-        """Close the connection whose request has been awaited for longest, and take its place; False if there is none.
+        """Close the connection that has sent no request for longest, and take its place; return False if there is none.
 
-        Or a few silent peers could keep those out who ask whether the server lives.
+        Otherwise a few silent peers could block health checks.
         """
         with self._awaiting_lock:
             if not self._awaiting:
@@ -112,13 +113,13 @@ class HttpServer(ThreadingHTTPServer):
                 oldest.shutdown(socket.SHUT_RDWR)
         return self._free.acquire(timeout=_CLOSE_SECONDS)
 
-    def expect(self, connection: socket.socket) -> None:
-        """A connection has to send a request."""
+    def await_request(self, connection: socket.socket) -> None:
+        """Note that a connection must send a request."""
         with self._awaiting_lock:
             self._awaiting[connection] = None
 
-    def expect_no_more(self, connection: socket.socket) -> None:
-        """It has, or ends."""
+    def request_arrived(self, connection: socket.socket) -> None:
+        """Note that a connection has sent its request, or has ended."""
         with self._awaiting_lock:
             self._awaiting.pop(connection, None)
 
@@ -130,12 +131,12 @@ class HttpServer(ThreadingHTTPServer):
             self._free.release()
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, whose number another one may have from now on."""
-        self.expect_no_more(request)
+        """Close a connection; its descriptor may be reused from now on."""
+        self.request_arrived(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong with a connection, unless the peer has left."""
+        """Log why a connection failed."""
         log.debug("an HTTP connection failed", exc_info=True)
 
     def is_same_user(self, connection: socket.socket) -> bool:
@@ -150,7 +151,7 @@ class HttpServer(ThreadingHTTPServer):
 
 
 class _Input(io.RawIOBase):
-    """What arrives on a connection, until a request has arrived in full, or has too many bytes, or is too late."""
+    """The input of a connection, which ends if a request has too many bytes or is too late."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -177,7 +178,7 @@ class _Input(io.RawIOBase):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"  # answers without headers, as HTTP/0.9 has them, would lack protection
+    default_request_version = "HTTP/1.0"  # HTTP/0.9 has no headers, which protect the answers
     disable_nagle_algorithm = True  # lines are written one by one
     server: HttpServer
 
@@ -189,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self._input.begin()
-        self.server.expect(self.connection)
+        self.server.await_request(self.connection)
         super().handle_one_request()
 
     def version_string(self) -> str:
@@ -202,31 +203,31 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self._answer())
 
     def _answer(self) -> Answer | Lines:
-        self.server.expect_no_more(self.connection)
+        self.server.request_arrived(self.connection)
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read
-            return Answer(400, _TEXT, b"requests with a body are not accepted\n")
+            return Answer(400, TEXT, b"requests with a body are not accepted\n")
         hosts = self.headers.get_all("Host") or []
         if len(hosts) > 1 or not all(self._is_own(host) for host in hosts):
-            return Answer(421, _TEXT, b"use this host's address, localhost, or the name given to --http\n")
+            return Answer(421, TEXT, b"use this host's address, localhost, or the name given to --http\n")
         path, _, parameters = self.path.partition("?")
         try:
             query = dict(parse_qsl(parameters, max_num_fields=16))
         except ValueError:
-            return Answer(400, _TEXT, b"invalid query\n")
+            return Answer(400, TEXT, b"invalid query\n")
         same_user = path in _PROBES or self.server.is_same_user(self.connection)
         if path not in _FOR_EVERYBODY:
             if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and path != "/":
-                return Answer(403, _TEXT, b"cross-site requests are not allowed\n")
+                return Answer(403, TEXT, b"cross-site requests are not allowed\n")
             if not same_user:
                 return Answer(
-                    403, _TEXT, b"only processes running as the server's user, on the server's host, may access this\n"
+                    403, TEXT, b"only processes running as the server's user, on the server's host, may access this\n"
                 )
         found = self.server.answers.answer(path, query, self.headers.get("Accept", ""), names=same_user)
-        return Answer(404, _TEXT, b"there is nothing here\n") if found is None else found
+        return Answer(404, TEXT, b"there is nothing here\n") if found is None else found
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a host, as browsers call it, is this one: a foreign name may be made to resolve to it."""
+        """Return whether the host of a request is this one: a foreign name may be made to resolve to this address."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -264,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content)
 
     def _send_lines(self, answer: Lines) -> None:
-        """Send lines as they come. The connection ends with them, and the last one says that it is the last."""
+        """Send lines as they arrive, then close the connection; the last line says that it is the last."""
         self.close_connection = True
         self._send_head(200, _LINES)
         self.send_header("Connection", "close")
@@ -277,10 +278,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(line)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what the base class calls an error; it has methods that are unknown as 501."""
+        """Answer an error of the base class, which reports unknown methods as 501."""
         self.close_connection = True
         code = 405 if code == 501 else code
-        self._send(Answer(code, _TEXT, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode()))
+        self._send(Answer(code, TEXT, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode()))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: whoever can connect could fill the log."""
+        """Log nothing: any peer could fill the log."""

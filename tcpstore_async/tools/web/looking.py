@@ -1,9 +1,9 @@
-"""Asks a server over its admin socket: for its counters each second, and for everything while somebody looks.
+"""Queries a server over its admin socket: its counters every second, and everything while pages are open.
 
 Knows threads, the clock and the admin socket. Must not know HTTP.
-Invariants: at most one request of each kind is under way, however many look, at however many stores. A look at
-everything in a store, whose cost for the server grows with its sessions and keys, is followed by a pause of several
-times its duration.
+Invariants: at most one request of each kind is under way, whatever the number of pages and stores. A look at everything
+in a store, whose cost for the server grows with its sessions and keys, is followed by a pause of several times its
+duration.
 """
 
 import logging
@@ -24,38 +24,42 @@ from .summary import Summary
 log = logging.getLogger("tcpstore_async.web")
 
 MOST_STORES: Final = 16
-"""Stores that are looked at in turn."""
+"""Most stores looked at, one after the other."""
 
 SILENT_SECONDS: Final = 3.0
-"""Since the last answer, after which a server is not alive."""
+"""Seconds since the last answer after which a server is not alive."""
 
 _EVERY_SECONDS: Final = 1.0
+"""Seconds between queries of the counters, and the shortest pause between looks."""
 _ANSWER_SECONDS: Final = 5.0
+"""Timeout of a query of the counters."""
 _LOOK_SECONDS: Final = 60.0
+"""Timeout of a look."""
 _PAUSE: Final = 4.0
 """Pause after a look, as a multiple of its duration."""
 _WANTED_SECONDS: Final = 10.0
-"""Since somebody has looked, for which the next looks are made."""
+"""Seconds after a request for which looks continue."""
 _KEPT_SECONDS: Final = 600
-"""For which the rates of operations are kept."""
+"""Seconds for which the rates of operations are kept."""
 _RECENT: Final = 11
 """Replies from which the rates of commands are computed."""
 _COMMANDS: Final = 8
+"""Most frequent commands shown."""
 
 
 class Rates:
-    """Operations over the last minutes, one figure a second."""
+    """Operations over the last minutes, one number per second."""
 
     def __init__(self) -> None:
         self.each_second: deque[int] = deque(maxlen=_KEPT_SECONDS)
-        """Operations a second; 0 while the server did not answer."""
+        """Operations per second; 0 while the server did not answer."""
         self._recent: deque[Stats] = deque(maxlen=_RECENT)
 
     def add(self, stats: Stats) -> None:
-        """Take what was asked after the last one."""
+        """Add the next counters."""
         recent = self._recent
         if recent and stats.uptime < recent[-1].uptime:
-            recent.clear()  # another server is there now
+            recent.clear()  # the server was restarted
         if recent:
             since = between(recent[-1], stats)
             missed = min(_KEPT_SECONDS, max(0, round(since.seconds / _EVERY_SECONDS) - 1))
@@ -66,12 +70,12 @@ class Rates:
         recent.append(stats)
 
     def commands(self) -> list[tuple[str, float]]:
-        """Return how often a second each command was executed in the last seconds, the most frequent first."""
+        """Return the rate of each command over the last seconds, most frequent first."""
         lately = self._lately()
         return [] if lately is None else [(name, round(rate, 1)) for name, rate in lately.commands.items()][:_COMMANDS]
 
     def lag(self) -> float:
-        """Return a bound, in seconds, for how late the loop came to its timers in the last seconds; 0 if unknown."""
+        """Return an upper bound, in seconds, of the loop's lag over the last seconds; 0 if unknown."""
         lately = self._lately()
         return 0.0 if lately is None else lately.lag or 0.0
 
@@ -80,17 +84,17 @@ class Rates:
 
 
 class _Watched:
-    """A store that somebody looks at."""
+    """A store that a page shows."""
 
     def __init__(self) -> None:
         self.wanted_at = 0.0
-        """When somebody has looked last."""
+        """When it was last requested."""
         self.looked_at = float("-inf")
         """When the last look began."""
         self.summary: Summary | None = None
         self.summary_at = 0.0
         self.failed = ""
-        """Why the last look has shown nothing; empty if it has."""
+        """Why the last look failed; empty if it did not."""
 
     def is_wanted(self) -> bool:
         return time.monotonic() - self.wanted_at < _WANTED_SECONDS
@@ -105,41 +109,41 @@ class Looker:
         self.counters: Look | None = None
         self._answered_at = time.monotonic()
         self.error = "it has not been queried yet"
-        """Why the last request was not answered; empty if it was."""
+        """Why the last query was not answered; empty if it was."""
         self.operations = Rates()
         self._asked = threading.Event()
         self._ended = threading.Event()
         self._wanted = threading.Condition()
         self._watched: dict[str | None, _Watched] = {}
-        """By name, None for the store without one."""
+        """Watched stores by name, None for the unnamed one."""
         self._hosts: dict[str, bool] = {}
-        """Whether addresses are of this machine, while somebody looks: asking the kernel takes 12 µs for each."""
+        """Cache, while pages are open: whether addresses are this machine's. Asking the kernel takes 12 µs each."""
         self.threads = [
             threading.Thread(target=self._follow, name="tcpstore counters", daemon=True),
             threading.Thread(target=self._look_while_wanted, name="tcpstore looks", daemon=True),
         ]
 
     def start(self) -> None:
-        """Ask from now on. Returns when the server has answered, or has not for a second."""
+        """Start querying. Return once the server has answered, or after a second."""
         for thread in self.threads:
             thread.start()
         self._asked.wait(_EVERY_SECONDS)
 
     def close(self) -> None:
-        """Ask no more. A request that is under way ends by itself."""
+        """Stop querying. A request that is under way ends by itself."""
         self._ended.set()
         with self._wanted:
             self._wanted.notify_all()
 
     def silent_for(self) -> float:
-        """Return for how many seconds the server has not answered; 0 if it does."""
+        """Return the seconds for which the server has not answered; 0 if it does."""
         silent = time.monotonic() - self._answered_at
         return 0.0 if self.counters is not None and silent < SILENT_SECONDS and not self.error else silent
 
     def summary(self, timeout: float, store: str | None = None) -> tuple[Summary | None, float, str]:
-        """Return what the last look into a store has shown, its age in seconds, and why there is none newer.
+        """Return the result of the last look at a store, its age in seconds, and why there is none newer.
 
-        Waits for the first look after a time in which nobody wanted one, up to `timeout` seconds.
+        Waits up to `timeout` seconds for the first look at a store that was not watched.
         """
         deadline = time.monotonic() + timeout
         with self._wanted:
@@ -199,7 +203,7 @@ class Looker:
                 return
 
     def _forget(self) -> None:
-        """Forget the stores that nobody looks at any more: the next one who does waits for a new look."""
+        """Forget the stores that no page shows any more: the next request waits for a new look."""
         self._watched = {name: one for name, one in self._watched.items() if one.is_wanted()}
 
     def _look(self, store: str | None, watched: _Watched) -> None:

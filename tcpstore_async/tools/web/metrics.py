@@ -1,9 +1,8 @@
-"""What a server says of itself as Prometheus metrics. Needs prometheus-client.
+"""A server's counters as Prometheus metrics. Needs prometheus-client.
 
 Knows the names of metrics. Must not know where the numbers come from.
-Invariants: names begin with `tcpstore_`, in base units. No label is a key, a rank, a host or anything else that peers
-choose, but for the names of stores, of which there are few at a time, each for a while: the number of series does not
-grow with a job.
+Invariants: names begin with `tcpstore_`, in base units. Peers choose no label, such as a key, rank or host, except the
+names of the few stores that have existed for a while: the number of series does not grow with a job.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,11 +91,11 @@ _STORE_GAUGES: tuple[tuple[str, str, Callable[[NamedStore | OtherStores], int]],
     ("ranks_expected", "Ranks that the owner of a named store expects; 0 if unknown.", lambda one: one.expected),
 )
 _LABELLED_SECONDS: Final = 60
-"""Age from which on a store has a label: jobs that make many short-lived ones must not make as many series."""
+"""Age from which a store has a label: many short-lived stores must not make as many series."""
 _MOST_LABEL: Final = 128
-"""Characters of a label."""
+"""Most characters of a label."""
 OTHERS: Final = "(others)"
-"""The label of all stores that have none of their own."""
+"""Label of all stores without one of their own."""
 
 _USES = ("store", "waiters", "requests", "key_lists", "connections")
 
@@ -114,7 +113,8 @@ class _Server(Collector):
         if self._counters is None:
             return
         server, stats = self._counters.server, self._counters.stats
-        yield _info(server)
+        labels = {name: str(server.get(name, "")) for name in ("version", "build")}
+        yield InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
         accepting = float(bool(server.get("accepting", True)))
         yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
         for name, text, gauge in _GAUGES:
@@ -144,7 +144,7 @@ class _Server(Collector):
 
 
 def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str, bytes]:
-    """Return the type and the text for a collector that accepts these formats; None for a server that is silent.
+    """Return content type and text for a collector that accepts these formats; `counters` is None for a silent server.
 
     Without `names`, stores are summed.
     """
@@ -154,16 +154,11 @@ def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str,
     return kind, encode(registry)
 
 
-def _info(server: dict[str, Any]) -> Metric:
-    labels = {name: str(server.get(name, "")) for name in ("version", "build")}
-    return InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
-
-
 def _stores(counters: Look, names: bool) -> Iterator[Metric]:
     labels: dict[str, list[NamedStore | OtherStores]] = {OTHERS: [counters.others]} if counters.others.stores else {}
     for store in counters.oldest:
         label = store.name[:_MOST_LABEL] if names and store.age >= _LABELLED_SECONDS else OTHERS
-        labels.setdefault(label, []).append(store)  # names may begin alike
+        labels.setdefault(label, []).append(store)  # clipped names may be equal
     total = len(counters.oldest) + counters.others.stores
     yield GaugeMetricFamily("tcpstore_named_stores", "Named stores.", value=total)
     for name, text, figure in _STORE_GAUGES:
@@ -179,7 +174,7 @@ def _labelled(family: Any, values: dict[str, int]) -> Metric:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return cumulated buckets, by their upper bounds."""
+    """Return cumulative buckets with their upper bounds."""
     total = 0
     found: list[tuple[str, float]] = []
     for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):

@@ -1,8 +1,8 @@
-"""Passes on the replies of the admin socket, for commands that look in from elsewhere.
+"""Passes on replies of the admin socket to commands on other machines.
 
 Knows the admin socket. Must not know HTTP.
-Invariants: a bounded number of replies at a time; each is held line by line, and waits for whoever reads it. Only what
-changes nothing and shows no value is asked for.
+Invariants: a bounded number of replies at a time; each is held line by line, and waits for its reader. Only requests
+that change nothing and show no value are passed on.
 """
 
 import threading
@@ -17,16 +17,17 @@ from ...diagnosis.facts import Session
 from ..look.local import find_environments
 
 MOST_REPLIES: Final = 2
+"""Most replies under way."""
 
 PARTS: Final = ("sessions", "counters", "keys", "stores", "oldest_stores", "stats", "waits", "largest")
-"""That may be asked for."""
+"""Parts that may be requested."""
 
 REPLY_SECONDS: Final = 60.0
-"""For a whole reply."""
+"""Timeout of a whole reply."""
 
 
 class BusyError(Exception):
-    """There are too many replies under way."""
+    """Too many replies are under way."""
 
 
 class _Sessions(msgspec.Struct):
@@ -42,10 +43,10 @@ class Replies:
         self._free = threading.BoundedSemaphore(MOST_REPLIES)
 
     def lines(self, parts: list[str], store: str | None) -> Generator[bytes, None, None]:
-        """Yield the lines of a reply, each with its end.
+        """Yield the lines of a reply, with line ends.
 
-        Sessions follow what the environments of their processes say, if they run on this machine: whoever asks
-        may be on another one. Raises what `ask` does, ValueError for an unknown part, and BusyError.
+        Sessions are preceded by the environments of their processes, if they run on this machine: the reader may be
+        on another. Raises what `ask` does, ValueError for an unknown part, and BusyError.
         """
         unknown = [part for part in parts if part not in PARTS]
         if unknown:
@@ -66,4 +67,4 @@ def _sessions(line: bytes) -> list[Session]:
     try:
         return msgspec.json.decode(line, type=_Sessions).sessions
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return []  # whoever reads it is told
+        return []  # the reader reports it

@@ -1,6 +1,6 @@
-"""Runs what answers over HTTP, in a process of its own.
+"""Runs the HTTP server, in a process of its own.
 
-Knows which parts it has, signals, and the process that started it. Must not know the command line.
+Knows its parts, signals, and the process that started it. Must not know the command line.
 Invariant: when `run` ends, the port is free. It ends when its owner does, in whatever way.
 """
 
@@ -39,14 +39,14 @@ def run(
 ) -> None:
     """Answer on a socket that listens until SIGTERM or SIGINT, or until `owner_fd` ends, if that is given.
 
-    `find` returns the path of the server's admin socket, or raises DistNetworkError. `name` is the one by which the
-    host was given. `same_user` has only this user's processes, and root's, see what names keys or hosts. With the pipe
-    or socket `owner_fd`, of which the owner holds the other end, signals are ignored. `ready` is called once requests
-    are answered. Takes ownership of `listener`. Raises DistNetworkError if `same_user` is not possible on this system.
+    `find` returns the path of the server's admin socket, or raises DistNetworkError. `name` is the host as given to
+    --listen. With `same_user`, only this user's processes, and root's, see answers with keys or hosts. With `owner_fd`,
+    a pipe or socket whose other end the owner holds, signals are ignored. `ready` is called once requests are answered.
+    Takes ownership of `listener`. Raises DistNetworkError if `same_user` is not possible on this system.
     """
     host, port = listener.getsockname()[:2]
     with listener, ExitStack() as stack:
-        if owner_fd is None:  # before there are threads, which would get them
+        if owner_fd is None:  # before threads start, which would receive them
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         else:
@@ -68,7 +68,7 @@ def run(
 
 
 def _wait(owner_fd: int | None) -> None:
-    """Return when the process has to end."""
+    """Wait until the process must end."""
     if owner_fd is None:
         while signal.sigwait(_WAITED_FOR) not in _ENDING:
             log.info("SIGHUP: there is nothing to reload; the HTTP process keeps running")

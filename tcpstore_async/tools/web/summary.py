@@ -1,8 +1,8 @@
-"""What the page shows of a server's facts: a state for each rank, who is missing, who waits for what.
+"""The data that the page shows of a server: the state of each rank, missing ranks, waits.
 
-Knows facts and what follows from them. Must not know HTTP, nor where the facts come from.
-Invariant: what is encoded is bounded, however many ranks, keys and waits there are, and however long a key is; what
-was left out is counted. Texts of peers stay texts: whoever shows them must not take them for markup.
+Knows facts and conclusions. Must not know HTTP, nor where the facts come from.
+Invariant: the encoded data is bounded, however many ranks, keys and waits there are, and however long a key is; omitted
+items are counted. Text of peers stays text: the page must not take it for markup.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import msgspec
 
 from ...base.keys import caller_key
 from ...diagnosis.facts import Facts
-from ...diagnosis.missing import Missing, Pending, awaited, does, find_missing
+from ...diagnosis.missing import Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.ranks import Ranks, number_ranges
 
@@ -32,38 +32,40 @@ STATES: Final = {
     GONE: "has left",
     UNSEEN: "not seen",
 }
-"""Of a rank. One that is missing is called that, whatever else it is."""
+"""Descriptions of a rank's states. A missing rank is in a missing state, whatever else it does."""
 
 MOST_RANKS: Final = 262_144
-"""Ranks that are shown: twice as many sessions as a server has by default."""
+"""Most ranks shown: twice the sessions that a server has by default."""
 
 _PENDING: Final = 24
+"""Most pending joins, barriers and exchanges shown."""
 _WAITING: Final = 48
+"""Most awaited keys shown."""
 _NAMED: Final = 32
-"""Ranks, hosts or connections that are named of more."""
+"""Most ranks or hosts listed for one of them."""
 _TEXT: Final = 300
-"""Characters of a text that are shown."""
+"""Most characters of a text."""
 
 
 class Detail(NamedTuple):
-    """A rank that is connected, or has been."""
+    """A rank that is or was connected."""
 
     host: str
     port: int
     pid: int | None
     does: str
     since: float
-    """For how many seconds."""
+    """Seconds since its last request."""
     source: str
-    """How its number is known."""
+    """Where its number is from."""
 
 
 class Summary:
-    """What one look at a server has shown."""
+    """The result of one look at a server."""
 
     def __init__(self, facts: Facts, ranks: Ranks) -> None:
         if ranks.world_size is not None and ranks.world_size > MOST_RANKS:
-            ranks.world_size = None  # some peer has said so
+            ranks.world_size = None  # invented by a peer
         waits = awaited(facts)
         missing = find_missing(facts, ranks, waits)
         waiting = find_waiting(facts, ranks, waits, _WAITING)
@@ -88,20 +90,22 @@ class Summary:
                 "keys": len(facts.keys),
             }
         )
-        """As JSON."""
+        """The data as JSON."""
 
     def detail(self, number: int) -> Detail | None:
-        """Return what is known of the rank with a number."""
+        """Return details of the rank with this number."""
         rank = self._by_number.get(number) if number < self.size else None
         if rank is None:
             return None
         session = rank.main_session()
         port, idle = (0, 0.0) if session is None else (session.port, session.idle)
-        return Detail(clip(rank.host), port, rank.pid, clip(does(session, self._groups)), idle, rank.source)
+        return Detail(
+            clip(rank.host), port, rank.pid, clip(describe_activity(session, self._groups)), idle, rank.source
+        )
 
 
 def _size(ranks: Ranks) -> int:
-    """Return how many ranks are shown by number."""
+    """Return the number of ranks that are shown by number."""
     if ranks.world_size is not None:
         return ranks.world_size
     return min(MOST_RANKS, max(ranks.by_number, default=-1) + 1)
@@ -114,7 +118,7 @@ def _states(ranks: Ranks, missing: Missing, size: int) -> list[str]:
             states[number] = GONE if not rank.sessions else WAITING if rank.waits() else JOINED
     for one in missing.waits:
         named = [rank.rank for rank in one.elsewhere if rank.rank is not None]
-        if one.expected is not None and one.expected == missing.world_size:  # else they are numbers in a group
+        if one.expected is not None and one.expected == missing.world_size:  # otherwise they are numbers in a group
             named += one.missing_ranks
         for number in named:
             if number < size:
@@ -169,10 +173,10 @@ def _waiting(one: Waiting) -> dict[str, Any]:
 
 
 def clip(text: str) -> str:
-    """Return a text, or its beginning."""
+    """Return a text, shortened if it is long."""
     return text if len(text) <= _TEXT else text[:_TEXT] + "…"
 
 
 def _runs(states: Iterable[str]) -> str:
-    """Return states as text, run-length encoded: `j120w3`."""
+    """Return run-length encoded states: `j120w3`."""
     return "".join(f"{state}{sum(1 for _ in run)}" for state, run in groupby(states))

@@ -51,7 +51,7 @@ from tcpstore_async.tools.load.recording import (
 )
 from tcpstore_async.tools.load.replay_order import _WAITS, put_in_order
 from tcpstore_async.tools.load.summary import summarize
-from tcpstore_async.wire.commands import COMMANDS, Command
+from tcpstore_async.wire.commands import COMMANDS, PARKS, Command
 
 TEXT = "2026-11-22T12:00:00Z"
 NONCE = b"\x07\0\0\0"
@@ -107,7 +107,7 @@ def names(steps: Iterable[Step]) -> list[tuple[int, str]]:
 
 def test_commands_that_wait_are_known() -> None:
     cancels = {"CANCEL_WAIT", "CANCEL_FETCH"}
-    assert {command.method for command in COMMANDS if command.parks and command.name not in cancels} == _WAITS
+    assert {command.method for command in COMMANDS if command.flags & PARKS and command.name not in cancels} == _WAITS
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -20,7 +20,8 @@ from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
 from tcpstore_async.diagnosis.missing import Pending
 from tcpstore_async.diagnosis.ranks import number_ranges
 from tcpstore_async.server import admin_path
-from tcpstore_async.tools.look.who import _pending_lines, _seconds
+from tcpstore_async.tools.look.asking import in_seconds_or_more
+from tcpstore_async.tools.look.who import _pending_lines
 
 STRANGE = b"/evil\x1b[31m\nkey"
 
@@ -200,4 +201,9 @@ def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
 def test_numbers_and_times_as_text() -> None:
     assert number_ranges([3, 1, 2, 7]) == "1-3, 7"
     assert number_ranges(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
-    assert [_seconds(number) for number in (0.04, 99.0, 600.0, 9000.0)] == ["0.0 s", "99.0 s", "10 min", "2.5 h"]
+    assert [in_seconds_or_more(number) for number in (0.04, 99.0, 600.0, 9000.0)] == [
+        "0.0 s",
+        "99.0 s",
+        "10 min",
+        "2.5 h",
+    ]

@@ -13,7 +13,7 @@ import pytest
 
 from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.secret_files import TOKEN, TOKEN_FILE
-from tcpstore_async.auth.tokens import TokenFiles, TokenKeys, parse_keys, read_keys
+from tcpstore_async.auth.tokens import HostTokens, TokenFiles, TokenKeys, parse_keys, read_keys
 from tcpstore_async.base.errors import AccessDeniedError
 from tcpstore_async.client.credentials import find_token, read_token
 
@@ -256,3 +256,8 @@ def test_a_short_secret_is_a_warning_without_it(tmp_path: Path, caplog: pytest.L
     (message,) = caplog.messages
     assert message.startswith(f"the secret of key k2 in {path} is only 4 bytes long")
     assert "hush" not in message
+
+
+def test_tokens_of_a_host_are_not_in_its_representation() -> None:
+    """It may be in a traceback or a log line."""
+    assert "hush" not in repr(HostTokens("", frozenset({b"hush"}), ""))

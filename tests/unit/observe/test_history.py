@@ -21,12 +21,12 @@ from tcpstore_async.observe.history import History
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire import codecs
-from tcpstore_async.wire.commands import BY_METHOD, STORES, Command, Flag
+from tcpstore_async.wire.commands import BY_METHOD, MUTATES, STORES, Command
 
 
 def by(world: World, key: bytes) -> tuple[int, float] | None:
     """Which client wrote a key, and when."""
-    write = world.history.write(key)
+    write = world.history.last_write(key)
     if write is None or write.by is None:
         return None
     return next(client for client, session in world.sessions.items() if session is write.by), write.at
@@ -115,8 +115,8 @@ def test_whatever_executes_a_command_is_called() -> None:
     assert not world.store.keyspace.values
 
 
-@pytest.mark.parametrize(("flags", "expected"), [(STORES, (1, 5.0)), (Flag.MUTATES, (0, 0.0))])
-def test_what_the_row_of_a_new_command_tells(flags: Flag, expected: tuple[int, float]) -> None:
+@pytest.mark.parametrize(("flags", "expected"), [(STORES, (1, 5.0)), (MUTATES, (0, 0.0))])
+def test_what_the_row_of_a_new_command_tells(flags: int, expected: tuple[int, float]) -> None:
     """One that may enlarge the store has written the value; after any other, the value may be gone."""
     world = World()
     world.connect(0)
@@ -237,7 +237,7 @@ def test_joins_with_a_token() -> None:
         world.send(client, b"\x48" + blob(b"init/") + blob(b"token%d" % client))
     world.leave(1)
     assert members(world) == {"init/": [0, 1, 2]}
-    assert world.history.write(b"init/") is not None
+    assert world.history.last_write(b"init/") is not None
 
 
 def test_joining_with_add_counts_as_before() -> None:

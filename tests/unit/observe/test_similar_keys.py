@@ -10,7 +10,7 @@ from tcpstore_async.observe.similar_keys import Search, family_of, neighbours, n
 
 def nearest(wanted: str, existing: list[str]) -> list[str]:
     search = Search([wanted], set(existing).__contains__)
-    search.look(existing)
+    search.add(existing)
     while not search.compare():
         pass
     return search.nearest(wanted)
@@ -45,7 +45,7 @@ def test_the_same_end_and_similar_letters() -> None:
 def test_the_work_is_cut_into_portions() -> None:
     existing = [f"/step/{number}/{number}" for number in range(10_000)]
     search = Search(["/step/99999/99999"], set(existing).__contains__)
-    search.look(existing)
+    search.add(existing)
     steps = 1
     while not search.compare():
         steps += 1

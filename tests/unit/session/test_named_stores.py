@@ -756,7 +756,7 @@ def test_an_observed_store_does_the_same(server: Server) -> None:
     server.say(owner, set_(b"/k", b"v"))
     history = history_of(server.named.stores["a"])
     assert history is not None
-    assert history.write(b"/k") is not None
+    assert history.last_write(b"/k") is not None
     assert history.held
     assert isinstance(server.named.stores["a"].error(), StoreEnded)
     server.leave(owner)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, JOINS_KEY, MAGIC, SERVER_KEY, Flag, by_opcode
+from tcpstore_async.wire import commands
+from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, JOINS_KEY, MAGIC, SERVER_KEY, by_opcode
 
 MUTATING = {"SET", "COMPARE_SET", "ADD", "DELETE_KEY", "APPEND", "MULTI_SET", "QUEUE_PUSH", "QUEUE_POP", "BARRIER"}
 MUTATING |= {"LEASE", "LEASE_LATER", "RETURN", "JOIN", "MEET", "ATTEND"}
@@ -34,9 +35,9 @@ def test_opcodes_and_names_of_the_extension() -> None:
     assert ours[: len(EXTENSION)] == list(enumerate(EXTENSION, FIRST))
 
 
-def test_the_extension_is_flagged_and_nothing_else_is() -> None:
+def test_commands_of_the_extension_have_a_version() -> None:
     for command in COMMANDS:
-        assert bool(command.flags & Flag.EXTENSION) == (command.opcode >= FIRST), command.name
+        assert bool(command.since) == (command.opcode >= FIRST), command.name
 
 
 def test_slots() -> None:
@@ -54,11 +55,11 @@ def test_an_opcode_is_declared_once() -> None:
 
 def test_flags() -> None:
     known = [command for command in COMMANDS if command.opcode < FIRST + len(EXTENSION)]
-    assert {command.name for command in known if command.flags & Flag.MUTATES} == MUTATING
-    assert {command.name for command in known if command.flags & Flag.PARKS} == PARKING
-    assert {command.name for command in known if command.flags & Flag.SESSION} == SESSION
-    assert {command.name for command in known if command.flags & Flag.HOLDS} == HOLDING
-    assert {command.name for command in COMMANDS if command.flags & Flag.HANDSHAKE} == {"VALIDATE"}
+    assert {command.name for command in known if command.flags & commands.MUTATES} == MUTATING
+    assert {command.name for command in known if command.flags & commands.PARKS} == PARKING
+    assert {command.name for command in known if command.flags & commands.SESSION} == SESSION
+    assert {command.name for command in known if command.flags & commands.HOLDS} == HOLDING
+    assert {command.name for command in COMMANDS if command.flags & commands.HANDSHAKE} == {"VALIDATE"}
 
 
 def test_methods_are_named_once() -> None:
