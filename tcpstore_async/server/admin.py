@@ -289,8 +289,9 @@ class Admin:
             if len(self._audited) >= _MOST_AUDITED:
                 self._audited.clear()
             self._audited.add((user, asked))
+        text = f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}"
         with self.server.lock:
-            self.server.note_admin(user, f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
+            self.server.log_audit(user, text, logging.INFO)
 
     async def _request(self, reader: asyncio.StreamReader) -> Request | str:
         """Return the request, or what is wrong with it."""

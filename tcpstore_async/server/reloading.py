@@ -52,7 +52,7 @@ class Reloading:
             log.error("cannot reload the token files: %s; the previous ones stay in use", error)
             return
         with server.lock:
-            server.note_admin(why, f"{why}: reloaded {tokens.describe()}")
+            server.log_audit(why, f"{why}: reloaded {tokens.describe()}", logging.INFO)
         server.close_invalid(ended)
 
     @contextmanager

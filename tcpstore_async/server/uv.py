@@ -23,7 +23,6 @@ from ..session.transport import Transport
 from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base
-from .accepting import Acceptor
 from .poller import READ, WRITE, WatchWith, make_poller
 from .tls import CIPHERTEXT, CIPHERTEXT_ON, TLS_BYTES, ServerTls, TlsChannel
 
@@ -476,14 +475,6 @@ class UvServer(base.Server):
         """Whether `_write_more` will be called, in the next turn."""
         self._to_write: dict[Connection, None] = {}
         """Connections to which more could be written than a turn of the loop allows."""
-        self.acceptor = Acceptor(self.loop, listener, self.serve, self.served, self.log_limited)
-
-    def start(self) -> None:
-        self.reserve()
-        self.acceptor.resume()
-
-    def stop_accepting(self) -> None:
-        self.acceptor.close()
 
     def open_connections(self) -> list[Transport]:
         found: list[Transport] = [connection for connection in self.connections if connection is not None]
@@ -703,8 +694,3 @@ class UvServer(base.Server):
             self.poller.forget(fd)
             raise
         self.opened()
-
-    def served(self) -> None:
-        if self.store.hub.pending_flush:
-            self.flush_pending()
-        self.expect_validation()
