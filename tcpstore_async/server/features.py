@@ -12,7 +12,7 @@ from ..session.store import PORTION, Store
 
 
 class Features:
-    """The features that a server has to tell the time."""
+    """The features that need the server's clock."""
 
     def __init__(self, named: NamedStores, links: LinkRegistry) -> None:
         self.named = named
@@ -22,9 +22,9 @@ class Features:
 def attach_features(
     root: Store, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
 ) -> Features:
-    """Make the store without a name of a new server identify that server, and execute every command.
+    """Let the unnamed store of a new server identify that server and execute every command.
 
-    Nobody may have been served yet. `grace` and `portion` are those of `LinkRegistry`.
+    Call it before the first peer is served. `grace` and `portion` are those of `LinkRegistry`.
     """
     root.identify(identity(instance, backend))
     answer_missing(root)

@@ -34,7 +34,7 @@ from .listen_socket import free_large_memory
 from .threads import FairLock, Worker
 
 _READ: Final = 16 * 1024
-"""More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
+"""Bytes read at once. With more, a peer that sends the shortest commands would hold the lock longer than 10 ms."""
 
 _SESSION_BYTES: Final = SESSION_BYTES + 64 * 1024
 """Cost of one connection, its thread included."""
@@ -50,13 +50,13 @@ class Connection(Transport):
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
-        """Set while there are no unsent bytes. The writer sends those that there are."""
+        """Set while there are no unsent bytes; the writing thread sets it when it has sent them."""
         self.caught_up.set()
         self.is_closed = False
         self.finishing = False
-        """Whether it lasts only until the peer has read its replies."""
+        """Whether it lasts only until its unsent bytes are sent."""
         self.broken = False
-        """Whether its thread has found that it ended otherwise than by its peer's end."""
+        """Whether its thread has read an error other than the peer's own close."""
 
     # Its own thread
 
@@ -84,13 +84,13 @@ class Connection(Transport):
             while self._behind():
                 self._catch_up()
             if self.is_closed:
-                return  # what was not read makes the end a reset, which wakes a peer that is blocked sending
+                return  # unread bytes make the close a reset, which wakes a peer blocked in send()
             if self.finishing:
                 break
         self.caught_up.wait()  # the peer may still be reading
 
     def _read(self) -> bytes:
-        """Return what the peer sends next, or nothing at the end of the connection, whoever closed it."""
+        """Return the next bytes, or none at the end of the connection, whichever side closed it."""
         try:
             return self.peer.recv(_READ)
         except OSError as error:
@@ -98,16 +98,16 @@ class Connection(Transport):
             return b""
 
     def _behind(self) -> bool:
-        """Return whether the peer has to read before it is read from again."""
+        """Return whether the peer must read replies before it is read from again."""
         session = self.session
         if self.is_closed or self.finishing:
             return False
         return session.stalled() or session.unsent > self.server.limits.unsent_high_water
 
     def _catch_up(self) -> None:
-        """Wait until the peer has been sent everything, then go on with requests that were kept back for that.
+        """Wait until all replies are sent, then execute the requests held back meanwhile.
 
-        A command that runs in steps goes on at once: others may wait for its end.
+        A command that runs in steps continues at once: others may wait for its end.
         """
         if self.session.incremental is None:
             self.caught_up.wait()
@@ -118,7 +118,7 @@ class Connection(Transport):
     # With the lock
 
     def _execute(self, chunk: bytes) -> None:
-        """Execute what the peer sent, and write the replies as far as the kernel takes them."""
+        """Execute requests, and write the replies as far as the kernel takes them."""
         if self.is_closed:
             return
         self.server.received += len(chunk)
@@ -141,7 +141,7 @@ class Connection(Transport):
         out.clear()
 
     def _send(self, out: list[Framed]) -> None:
-        """Write what the kernel takes at once, not more: a peer that reads fast must not keep the lock from others."""
+        """Write what the kernel takes at once, no more: a peer that reads fast must not keep the lock."""
         session = self.session
         for at in range(0, len(out), PIECES):
             batch = out[at : at + PIECES]
@@ -155,7 +155,7 @@ class Connection(Transport):
                 return
 
     def push(self) -> None:
-        """Do the same with the unsent bytes."""
+        """Write unsent bytes likewise."""
         session = self.session
         while (backlog := session.backlog) is not None:
             count = self._write(backlog.batch())
@@ -165,12 +165,12 @@ class Connection(Transport):
                 session.backlog = None
 
     def _write(self, batch: Sequence[Framed | memoryview]) -> int:
-        """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
+        """Write; return how many bytes the kernel took, or -1 if the connection is lost and now closed."""
         try:
             count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # its thread, which may have taken the error that tells more, finds it closed
+        except OSError:  # its thread finds it closed
             self._close(True)
             return -1
         self.session.unsent -= count
@@ -201,7 +201,7 @@ class Writer:
     def __init__(self, lock: FairLock) -> None:
         self._lock = lock
         self._behind: dict[int, Connection] = {}
-        """By file descriptor."""
+        """Connections with unsent bytes, keyed by file descriptor."""
         self._poll = select.poll()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -214,7 +214,7 @@ class Writer:
         fd = connection.peer.fileno()
         self._behind[fd] = connection
         self._poll.register(fd, select.POLLOUT)
-        with suppress(BlockingIOError):  # it has been woken, and has not looked yet
+        with suppress(BlockingIOError):  # earlier wake-ups fill the buffer
             self._waker.send(b"\0")
 
     def remove(self, connection: Connection) -> None:
@@ -224,12 +224,12 @@ class Writer:
         connection.caught_up.set()
 
     def stop(self) -> None:
-        """Have its thread end."""
+        """Let its thread end."""
         self._stopped = True
-        self._waker.shutdown(socket.SHUT_RDWR)  # closing would wake nobody while a forked child has a copy
+        self._waker.shutdown(socket.SHUT_RDWR)  # close() would not wake it while a forked child has a copy
 
     def close(self) -> None:
-        """Free its descriptors; its thread has ended."""
+        """Free its descriptors, once its thread has ended."""
         self._waker.close()
         self._woken.close()
 
@@ -293,7 +293,7 @@ class ThreadedServer(base.Server):
         self.writer.close()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed already
             self.loop.call_soon_threadsafe(callback)
 
     # Accepting
