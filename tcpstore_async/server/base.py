@@ -33,6 +33,7 @@ from ..session.tls import TlsError
 from ..session.transport import Transport
 from .accepting import Acceptor
 from .audit import AuditLog
+from .due import Due
 from .features import attach_features
 from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
@@ -44,11 +45,6 @@ log = logging.getLogger("tcpstore_async.server")
 
 _FLUSHES_PER_TURN: Final = 512
 """Sessions flushed per turn of the loop, at about 4 µs each, when one command wakes more."""
-
-_SUPPRESSED_SECONDS: Final = 1.0
-"""Time until the number of suppressed messages is logged."""
-
-_MIN_EXPIRY_SECONDS: Final = 0.001
 
 _REFUSED_SECONDS: Final = 5.0
 """Time for which a client can ask why its connection was closed. Our clients ask at once."""
@@ -106,8 +102,6 @@ class Server:
         self.named.close_port = self.ports.close
         self._finishing: dict[Transport, float] = {}
         """Refused peers that have not read their replies, and when they are closed, in that order."""
-        self._finish_expected = False
-        """Whether `_close_refused` will be called."""
         self._refused: dict[tuple[str, str, int], tuple[str, float]] = {}
         """Why and when connections were closed, keyed by token, host and process, oldest first."""
         self._working: bool = False
@@ -138,16 +132,11 @@ class Server:
         self.stopped: bool = False
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(limits.audit_lines)
-        self._suppressing: bool = False
-        """Whether the number of suppressed messages will be logged."""
-        self._suppressed_timer: asyncio.TimerHandle | None = None
-        self._validating: bool = False
-        """Whether `_close_overdue` will be called."""
-        self._validate_timer: asyncio.TimerHandle | None = None
-        self._tick_timer: asyncio.TimerHandle | None = None
-        """Runs while links exist."""
-        self._leaving: bool = False
-        """Whether `_close_left` will be called."""
+        self._counting = self._due(self._log_suppressed)
+        self._refusing = self._due(self._close_refused)
+        self._validating = self._due(self._close_overdue)
+        self._leaving = self._due(self._close_left)
+        self._ticking = self._due(self._tick)
         self._flushing: bool = False
         self._to_flush: list[Peer] = []
         """Sessions woken together, more than one turn can flush; those without replies are skipped."""
@@ -199,9 +188,8 @@ class Server:
             for connection in self.open_connections():
                 connection.close()
         self.release()
-        for timer in (self._suppressed_timer, self._validate_timer, self._tick_timer):
-            if timer is not None:
-                timer.cancel()
+        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking):
+            due.cancel()
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
@@ -349,9 +337,7 @@ class Server:
             connection.single.forget()  # if the connection breaks now, its client must not resume the session
         self._finishing[connection] = time.monotonic() + DEFAULT_GRACE
         connection.finish()
-        if not self._finish_expected:
-            self._finish_expected = True
-            self.call_soon(self._close_refused)
+        self._refusing.expect()
 
     def _remember(self, session: ServerSession, refusal: str) -> None:
         """Remember why a token holder's connection is closed, for `refused_before`: no reply could carry the reason."""
@@ -373,17 +359,6 @@ class Server:
         refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
         return refusal if time.monotonic() - at < _REFUSED_SECONDS else ""
 
-    def _close_refused(self) -> None:
-        """Close refused peers that have not read the refusal: they may be blocked in send()."""
-        with self.lock:
-            now = time.monotonic()
-            for connection, deadline in list(self._finishing.items()):
-                if deadline > now and not self.stopped:
-                    self.loop.call_later(max(deadline - now, _MIN_EXPIRY_SECONDS), self._close_refused)
-                    return
-                connection.close()
-            self._finish_expected = False
-
     def give_up(self, connection: Transport) -> None:
         """Close a connection after an internal error, so that the others are still served."""
         log.exception("closing the connection from %s after an internal error", connection.session)
@@ -395,12 +370,12 @@ class Server:
     def log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, or count it and log the count within a second."""
         if not self.rate_limited.add(kind, text):
-            self._count_suppressed()
+            self._counting.expect()
 
     def log_audit(self, peer: str, text: str, level: int = logging.WARNING) -> None:
         """Log in the audit log what was refused to a peer, or what an administrator did; or count it."""
         if not self.audit.add(peer, text, level):
-            self._count_suppressed()
+            self._counting.expect()
 
     def begin_handshake(self, connection: Transport) -> None:
         """Count a TLS handshake; if there are too many, close the connection with the oldest one."""
@@ -417,9 +392,8 @@ class Server:
 
     def expect_validation(self) -> None:
         """Close connections that do not send VALIDATE in time, from now on."""
-        if self.limits.validate_seconds and not self._validating:
-            self._validating = True
-            self.call_soon(self._schedule_expiry)
+        if self.limits.validate_seconds:
+            self._validating.expect()
 
     # Internal; with the lock
 
@@ -431,12 +405,6 @@ class Server:
         if self.store.hub.auth.authenticate is not None or self.store.hub.auth.require_auth:
             return "the server checks tokens, and has no ports for stores that need none"
         return self.ports.open(store)
-
-    def _count_suppressed(self) -> None:
-        """Schedule logging the number of suppressed messages."""
-        if not self._suppressing:
-            self._suppressing = True
-            self.call_soon(self._schedule_suppressed)
 
     def _evict_unvalidated(self) -> bool:
         """Close the oldest connection that has not sent VALIDATE; return False if there is none."""
@@ -491,9 +459,7 @@ class Server:
 
     def _expect_leaving(self, store: NamedStore) -> None:
         """Close a named store that its owner has ended, once its sessions have had their grace."""
-        if not self._leaving:
-            self._leaving = True
-            self.call_soon(self._schedule_leaving)
+        self._leaving.expect()
 
     def _schedule_links(self) -> None:
         self.call_soon(self._serve_links)
@@ -513,7 +479,7 @@ class Server:
 
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()
-        self.call_soon(self._start_ticking)
+        self._ticking.expect()
 
     # Internal; called by the loop, without the lock
 
@@ -561,23 +527,6 @@ class Server:
             if more or keyspace.work:
                 self._schedule_work()
 
-    def _schedule_leaving(self) -> None:
-        """Call `_close_left` when the grace period of the oldest released store is over."""
-        with self.lock:
-            oldest = self.named.oldest_released()
-            if oldest is None or self.stopped:
-                self._leaving = False
-                return
-            seconds = oldest.released + DEFAULT_GRACE - time.monotonic()
-        self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_left)
-
-    def _close_left(self) -> None:
-        with self.lock:
-            now = time.monotonic()
-            while (store := self.named.oldest_released()) is not None and now - store.released >= DEFAULT_GRACE:
-                self.named.close(store)
-        self._schedule_leaving()
-
     def _serve_links(self) -> None:
         """Write the replies of sessions on links, once `_to_flush` is empty: they then share batches."""
         with self.lock:
@@ -588,55 +537,59 @@ class Server:
             if self.store.hub.pending_flush:
                 self.flush_pending()
 
-    def _start_ticking(self) -> None:
-        if not self.stopped and self._tick_timer is None:
-            self._tick_timer = self.loop.call_later(_TICK_SECONDS, self._tick)
-
-    def _tick(self) -> None:
-        self._tick_timer = None
-        with self.lock:
-            now = time.monotonic()
-            if self.links.tick(now):
-                self._start_ticking()
-            for session in self.store.hub.overdue_on_links(now):
-                self._close_unvalidated(session)
-            if self.store.hub.pending_flush:
-                self.flush_pending()
-
     def _note_empty(self) -> None:
         if self.count:
             self.empty.clear()
         else:
             self.empty.set()
 
-    def _schedule_suppressed(self) -> None:
-        if not self.stopped:
-            self._suppressed_timer = self.loop.call_later(_SUPPRESSED_SECONDS, self._log_suppressed)
+    # Internal; called when due, with the lock. Return the seconds until the next call, or None if none is needed
 
-    def _log_suppressed(self) -> None:
-        with self.lock:
-            due = [seconds for seconds in (self.rate_limited.flush_due(), self.audit.flush_due()) if seconds > 0]
-            seconds = min(due, default=0.0)
-            self._suppressing = seconds > 0 and not self.stopped
-            if self._suppressing:
-                self._suppressed_timer = self.loop.call_later(seconds, self._log_suppressed)
+    def _log_suppressed(self) -> float | None:
+        """Log the numbers of suppressed messages."""
+        return min(filter(None, (self.rate_limited.flush_due(), self.audit.flush_due())), default=None)
 
-    def _schedule_expiry(self) -> None:
-        """Call `_close_overdue` when the oldest connection without VALIDATE is overdue."""
-        with self.lock:
-            oldest = self.store.hub.oldest_unvalidated()
-            if oldest is None or self.stopped:
-                self._validating = False
-                return
-            seconds = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
-        self._validate_timer = self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_overdue)
-
-    def _close_overdue(self) -> None:
+    def _close_refused(self) -> float | None:
+        """Close refused peers that have not read the refusal: they may be blocked in send()."""
         now = time.monotonic()
-        with self.lock:
-            while (session := self.store.hub.overdue(now)) is not None:
-                self._close_unvalidated(session)
-        self._schedule_expiry()
+        while self._finishing:
+            connection, deadline = next(iter(self._finishing.items()))
+            if deadline > now:
+                return deadline - now
+            del self._finishing[connection]
+            connection.close()
+        return None
+
+    def _close_left(self) -> float | None:
+        """Close named stores that their owners have ended, after the grace period."""
+        now = time.monotonic()
+        while (store := self.named.oldest_released()) is not None:
+            if now - store.released < DEFAULT_GRACE:
+                return store.released + DEFAULT_GRACE - now
+            self.named.close(store)
+        return None
+
+    def _close_overdue(self) -> float | None:
+        """Close connections that have not sent VALIDATE in time."""
+        now = time.monotonic()
+        hub = self.store.hub
+        while (session := hub.overdue(now)) is not None:
+            self._close_unvalidated(session)
+        oldest = hub.oldest_unvalidated()
+        return None if oldest is None else oldest.connected_at + self.limits.validate_seconds - now
+
+    def _tick(self) -> float | None:
+        """Acknowledge on links, keep them alive, and close what is overdue there."""
+        now = time.monotonic()
+        more = self.links.tick(now)
+        for session in self.store.hub.overdue_on_links(now):
+            self._close_unvalidated(session)
+        if self.store.hub.pending_flush:
+            self.flush_pending()
+        return _TICK_SECONDS if more else None
+
+    def _due(self, run: Callable[[], float | None]) -> Due:
+        return Due(self.loop, self.call_soon, self.lock, run)
 
     def _close_unvalidated(self, session: Peer) -> None:
         owner = session.owner

@@ -84,7 +84,7 @@ class Connection(Transport):
             while self._behind():
                 self._catch_up()
             if self.is_closed:
-                return  # unread bytes make the close a reset, which wakes a peer blocked in send()
+                return  # bytes left in the kernel make the close a reset, which wakes a peer blocked in send()
             if self.finishing:
                 break
         self.caught_up.wait()  # the peer may still be reading
