@@ -54,8 +54,6 @@ LINK_REFUSED: Final = "refused"
 
 
 class LinkReply(msgspec.Struct, frozen=True):
-    """The reply to LINK."""
-
     status: str
     instance: str = ""
     """The server's instance, as in its identity."""
@@ -76,7 +74,6 @@ class Link:
         self.out: list[bytes] = []
         """Bytes for the connection, in order. The owner of the connection removes them."""
         self.connected = False
-        """Whether there is a connection."""
         self.taken: int = 0
         """The number of the last batch taken from the peer."""
         self.number: int = 0

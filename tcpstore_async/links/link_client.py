@@ -68,8 +68,6 @@ class Stream:
 
 
 class ClientLink(Link):
-    """The client's end of one link."""
-
     def __init__(self, place: str = "", describe: dict[str, str] | None = None) -> None:
         """Make a link with a new identity.
 
@@ -217,7 +215,6 @@ class ClientLink(Link):
 
 
 def link_fields(items: dict[str, bytes]) -> Fields:
-    """Return the fields of LINK."""
     return ([(name.encode(), pack(value)) for name, value in items.items()],)
 
 

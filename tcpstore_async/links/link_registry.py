@@ -29,8 +29,6 @@ _MAX_TEXT: Final = 256
 
 
 class LinkRegistry(LinkWork):
-    """All links of one server."""
-
     def __init__(
         self,
         store: Store,

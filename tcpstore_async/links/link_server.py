@@ -105,8 +105,6 @@ class _LinkMemory(Holder):
 
 
 class ServerLink(SharedLink):
-    """The server's end of one link."""
-
     def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, place: bytes) -> None:
         super().__init__(registry)
         self.identity = identity

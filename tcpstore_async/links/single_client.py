@@ -50,8 +50,6 @@ def is_break(error: BaseException | None) -> bool:
 
 
 class ClientSingleLink:
-    """The client's end of one single link."""
-
     def __init__(self) -> None:
         self.grace: float = 0.0
         """Seconds for which the server keeps the session of a broken connection."""

@@ -71,11 +71,9 @@ class LinkWork:
         """Calls that send the frames of links; they return how many of their sessions had waited."""
 
     def forget_link(self, identity: bytes) -> None:
-        """Forget a link that has ended."""
         raise NotImplementedError
 
     def forget_single(self, identity: bytes) -> None:
-        """Forget a single link that has ended."""
         raise NotImplementedError
 
     def make_way(self, session: ServerSession) -> None:

@@ -9,7 +9,6 @@ a rank are kept than the link's credit. Whatever a rank does, only its own conne
 
 import asyncio
 import logging
-import math
 import os
 import select
 import socket
@@ -48,7 +47,6 @@ _READS_PER_TURN: Final = 2
 """Further reads, after which a rank that keeps sending waits for its next turn."""
 
 _UPSTREAM_READ: Final = 64 * 1024
-"""Bytes read at once from the server."""
 
 _UPSTREAM_READS_PER_TURN: Final = 4
 """Reads from the server, after which it waits for the ranks."""
@@ -110,7 +108,6 @@ class Rank(Stream):
     # The rank's side
 
     def on_events(self, events: int) -> None:
-        """Handle events of the descriptor."""
         if events & WRITE:
             self.writable()
         if events != WRITE and self.fd >= 0:
@@ -269,7 +266,6 @@ class Rank(Stream):
         self.relay.link.consume(self, count)
 
     def writable(self) -> None:
-        """Write unsent replies."""
         unsent = self.unsent
         if unsent is None:
             return
@@ -428,7 +424,7 @@ class Relay:
         self._unsent = b""
         self.heard = True
         self.poller.watch(fd)
-        self._set_state(LINKED)
+        self.set_state(LINKED)
         self.flush()
         self._resume_soon()
 
@@ -444,10 +440,6 @@ class Relay:
     def ranks_on_link(self) -> int:
         """Return how many ranks use the link, including silent ones."""
         return len(self.link.streams) + len(self.silent)
-
-    def go_direct(self) -> None:
-        """Give ranks connections of their own from now on."""
-        self._set_state(DIRECT)
 
     def wait_if_direct(self) -> None:
         """If the server had no links, keep new connections until it is known whether it has now."""
@@ -466,19 +458,13 @@ class Relay:
         for rank in list(self.ranks.values()):
             rank.close()
         self._to_read.clear()
-        self._close_waiting_since(math.inf)
+        for fd, _, _ in self.take_waiting():
+            os.close(fd)
+            self.left()
 
-    def close_waiting(self, seconds: float, reason: str = "the relay has no server yet; the rank may retry") -> None:
+    def close_waiting(self, seconds: float) -> None:
         """Close connections that have waited for `seconds`, or whose ranks have given up."""
-        self._close_waiting_since(time.monotonic() - seconds, reason)
-
-    def take_waiting(self) -> list[tuple[int, str, int]]:
-        """Hand over the waiting connections, each with its address; they stay counted."""
-        waiting = self._waiting
-        self._waiting = []
-        return [(fd, host, port) for fd, host, port, _ in waiting]
-
-    def _close_waiting_since(self, latest: float, reason: str = "") -> None:
+        latest = time.monotonic() - seconds
         waiting = self._waiting
         self._waiting = []
         for entry in waiting:
@@ -488,8 +474,16 @@ class Relay:
                 continue
             os.close(fd)
             self.left()
-            if since <= latest < math.inf:
-                self.log_limited("waiting", f"closed the connection from {format_address(host, port)}: {reason}")
+            if since <= latest:
+                address = format_address(host, port)
+                text = f"closed the connection from {address}: the relay has no server yet; the rank may retry"
+                self.log_limited("waiting", text)
+
+    def take_waiting(self) -> list[tuple[int, str, int]]:
+        """Hand over the waiting connections, each with its address; they stay counted."""
+        waiting = self._waiting
+        self._waiting = []
+        return [(fd, host, port) for fd, host, port, _ in waiting]
 
     def end_link(self) -> None:
         """End a link without ranks: a server that is about to stop waits for its connections to end."""
@@ -527,7 +521,6 @@ class Relay:
         self.flush()
 
     def left(self) -> None:
-        """Stop counting a connection."""
         self.count -= 1
         if not self.count:
             self.empty.set()
@@ -594,7 +587,6 @@ class Relay:
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        """Read from deferred ranks."""
         self._resuming = False
         to_read = self._to_read
         end = time.perf_counter() + _RESUMED_SECONDS
@@ -728,7 +720,8 @@ class Relay:
 
     # Accepting
 
-    def _set_state(self, state: int) -> None:
+    def set_state(self, state: int) -> None:
+        """Serve waiting and new ranks as LINKED or DIRECT says."""
         self.state = state
         for fd, host, port in self.take_waiting():
             try:

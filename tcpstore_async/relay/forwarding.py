@@ -44,7 +44,6 @@ class ForwardedConnection:
         self._connecting = asyncio.get_running_loop().create_task(self._connect(address))
 
     def passed(self, by_client: bool, data: bytes) -> None:
-        """Forward bytes."""
         if by_client and self.early is not None:
             self.early.append(data)
             self._early_bytes += len(data)
@@ -69,7 +68,6 @@ class ForwardedConnection:
     # Called by its owner
 
     def close(self) -> None:
-        """Close both connections."""
         self.lost(True, None)
         self.client.close(reset=False)
 

@@ -50,13 +50,10 @@ class Refusal:
         self.connections = connections
 
     def serve(self, fd: int, host: str, port: int) -> None:
-        """Take over the connection of a rank."""
         RefusedConnection(self, host, port).start(socket.socket(fileno=fd))
 
 
 class RefusedConnection(asyncio.Protocol):
-    """A rank's connection."""
-
     def __init__(self, refusal: Refusal, host: str, port: int) -> None:
         self.refusal = refusal
         self.session = ServerSession(refusal.store, None, host, port, time.monotonic())

@@ -29,7 +29,7 @@ from ..links.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.tls import is_mismatch
 from ..wire.commands import BY_METHOD, MAGIC
-from .core import LINKED, Relay
+from .core import DIRECT, LINKED, Relay
 from .forwarding import ForwardedConnection
 from .refusing import Refusal, RefusedConnection
 
@@ -86,10 +86,10 @@ class Upstream:
         """Connections of ranks, while the server has no links."""
         self.refused: set[RefusedConnection] = set()
         """Connections of ranks that are told why the server has refused the relay."""
-        self._server = servers[0]
+        self.server = servers[0]
         """The last one reached."""
-        self._reconsider = asyncio.Event()
-        """Set when a server without links may have been replaced."""
+        self.reconsider = asyncio.Event()
+        """Set when a server without links may have been replaced: ask it again."""
         self._over = asyncio.Event()
         """Set when the link's connection is lost."""
         self._refusal: Refusal | None = None
@@ -147,14 +147,14 @@ class Upstream:
                 causes.append(f"{format_address(*server)}: {_cause(error)}")
                 if isinstance(error, (AccessDeniedError, TlsFailed)) and error.final:
                     refusals += 1
-                    if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self._server:
+                    if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self.server:
                         self._give_up(_cause(error))  # not for TlsFailed: a certificate may be corrected in time
                 continue
             self._note_refusal("")
             with closing(peer):
                 if reply is None:
                     peer.close()
-                    self._server = server
+                    self.server = server
                     await self._go_without_links()
                     return True
                 return await self._hold(reply)
@@ -184,7 +184,7 @@ class Upstream:
         """Return the servers in the order of attempts: first the one that has the link."""
         if self._giving_up is None:
             return self.servers
-        return [self._server, *(server for server in self.servers if server != self._server)]
+        return [self.server, *(server for server in self.servers if server != self.server)]
 
     # Reaching a server
 
@@ -262,14 +262,14 @@ class Upstream:
 
     def _check_that_link_may_end(self, server: tuple[str, int]) -> None:
         """Raise _RefusedError if another server, which may come back, has the link."""
-        if self._giving_up is not None and server != self._server:
-            raise _RefusedError(f"it does not recognize the link established with {format_address(*self._server)}")
+        if self._giving_up is not None and server != self.server:
+            raise _RefusedError(f"it does not recognize the link established with {format_address(*self.server)}")
 
     # A link
 
     def _carry_on(self, peer: socket.socket, server: tuple[str, int], reply: LinkReply) -> None:
         """Let the relay use a connection that the server has accepted as the link's."""
-        self._server = server
+        self.server = server
         self._cancel_giving_up()
         self._grace = reply.grace
         self._over.clear()
@@ -321,7 +321,7 @@ class Upstream:
     def _lost(self, reason: str) -> None:
         """Handle the loss of the connection: the link can be resumed within its grace period."""
         if self.relay.ranks_on_link():
-            where = format_address(*self._server)
+            where = format_address(*self.server)
             text = f"lost the link to {where}: {reason}; will try for up to {self._grace:g} s to resume it"
             self.relay.log_limited("lost", text)
             self._cancel_giving_up()
@@ -342,7 +342,7 @@ class Upstream:
         count = relay.ranks_on_link()
         log.warning(
             "the link to %s has ended: %s; closing %s",
-            format_address(*self._server),
+            format_address(*self.server),
             reason,
             counted(count, "connection"),
         )
@@ -361,30 +361,22 @@ class Upstream:
         relay = self.relay
         if relay.state == LINKED:
             self._give_up("the server has been replaced by one that does not support links")
-        where = format_address(*self._server)
+        where = format_address(*self.server)
         self._announce(f"{where} does not support links: each rank gets a connection of its own")
-        self._reconsider.clear()
-        relay.go_direct()
-        await self._reconsider.wait()
+        self.reconsider.clear()
+        relay.set_state(DIRECT)
+        await self.reconsider.wait()
 
     def _forward(self, fd: int, host: str, port: int) -> None:
-        """Take over the connection of a rank."""
         if not self.direct:
-            self._reconsider.set()  # no rank depends on the present server, so asking again costs little
+            self.reconsider.set()  # no rank depends on the present server, so asking again costs little
         connection = _DirectConnection(self)
         self.direct.add(connection)
         connection.start(fd)
 
-    def reconsider(self) -> None:
-        """Ask the server again what it can do: a rank has lost it, or could not be connected to it."""
-        self._reconsider.set()
-
     async def connect(self) -> socket.socket:
         """Return a socket connected to the last server reached. Raises OSError."""
-        return await open_connection(*self._server, self.tls)
-
-    def server_address(self) -> str:
-        return format_address(*self._server)
+        return await open_connection(*self.server, self.tls)
 
     def _announce(self, text: str) -> None:
         if text != self._announced:
@@ -414,16 +406,15 @@ class _DirectConnection(ForwardedConnection):
 
     def failed(self, address: str, error: OSError) -> None:
         upstream = self.upstream
-        upstream.relay.log_limited(
-            "direct", f"cannot connect to {upstream.server_address()} for {address}, retrying: {_cause(error)}"
-        )
-        upstream.reconsider()
+        where = format_address(*upstream.server)
+        upstream.relay.log_limited("direct", f"cannot connect to {where} for {address}, retrying: {_cause(error)}")
+        upstream.reconsider.set()
         if time.monotonic() - self._since >= _WAITING_SECONDS:
             self.close()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         if not by_client and not self.client.finished and not self._over:
-            self.upstream.reconsider()
+            self.upstream.reconsider.set()
         self._over = True
         super().lost(by_client, error)
         self._leave()

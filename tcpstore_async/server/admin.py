@@ -54,13 +54,11 @@ _SERIAL_BITS: Final = 24
 """Low bits of a session's serial number, which count the sessions of one store."""
 
 _MOST_PEERS: Final = 16
-"""Most clients at a time."""
 
 _MONITOR: Final = "monitor"
 """The part of a reply that is a stream of samples."""
 
 _MOST_MONITORS: Final = 4
-"""Most monitors at a time."""
 
 _SAMPLE_SECONDS: Final = 0.1
 """Time between two portions of samples."""
@@ -96,8 +94,6 @@ _IDLE_SECONDS: Final = 0.00005
 
 
 class Request(msgspec.Struct):
-    """A request."""
-
     ask: list[str]
     """Parts of the reply, in order."""
     every: int = 1

@@ -9,7 +9,6 @@ as needing the lock are called with it.
 """
 
 import asyncio
-import errno
 import logging
 import secrets
 import socket
@@ -39,7 +38,7 @@ from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .store_ports import StorePorts
-from .tls import MOST_HANDSHAKES, ServerTls
+from .tls import ServerTls
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -79,14 +78,21 @@ class Server:
         self.tls: ServerTls | None = tls
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
+        self._counting = self._due(self._log_suppressed)
+        self._refusing = self._due(self._close_refused)
+        self._validating = self._due(self._close_overdue)
+        self._leaving = self._due(self._close_left)
+        self._ticking = self._due(self._tick)
         self.store: Store = Store(limits, session_bytes=session_bytes)
         features = attach_features(self.store, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
-        self.links.on_work = self._schedule_links
+        self.links.on_work = lambda: self.call_soon(self._serve_links)
         self.links.on_link = self._schedule_tick
-        self.links.on_end = self._report_end
+        self.links.on_end = lambda link, reason: self.log_limited("links", f"ended {link}: {reason}")
         self.links.on_refused = self._report_refused
-        self.links.on_refusal = self._report_refusal
+        self.links.on_refusal = lambda host, peer, reason: self.log_audit(
+            host, f"refused a request from {peer}: {reason}"
+        )
         self.links.on_failure = self.give_up
         self.links.clock = time.monotonic
         self.store.keyspace.on_work = self._schedule_work
@@ -94,7 +100,7 @@ class Server:
         self.named: NamedStores = features.named
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
-        self.named.on_released = self._expect_leaving
+        self.named.on_released = lambda _: self._leaving.expect()
         self.ports = StorePorts(listener, self.loop, self.call_soon, self.serve, self.served, self._log_accept)
         """The ports of named stores. They count as connections."""
         self.acceptor = Acceptor(self.loop, listener, self.serve, self.served, self._log_accept)
@@ -132,11 +138,6 @@ class Server:
         self.stopped: bool = False
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(limits.audit_lines)
-        self._counting = self._due(self._log_suppressed)
-        self._refusing = self._due(self._close_refused)
-        self._validating = self._due(self._close_overdue)
-        self._leaving = self._due(self._close_left)
-        self._ticking = self._due(self._tick)
         self._flushing: bool = False
         self._to_flush: list[Peer] = []
         """Sessions woken together, more than one turn can flush; those without replies are skipped."""
@@ -377,24 +378,6 @@ class Server:
         if not self.audit.add(peer, text, level):
             self._counting.expect()
 
-    def begin_handshake(self, connection: Transport) -> None:
-        """Count a TLS handshake; if there are too many, close the connection with the oldest one."""
-        oldest = None if self.tls is None else self.tls.begin(connection)
-        if oldest is not None:
-            self.close_for(
-                oldest, ProtocolError(f"too many TLS handshakes under way (max {MOST_HANDSHAKES}); this was the oldest")
-            )
-
-    def broken_tls(self, connection: Transport, error: TlsError) -> OSError:
-        """Log a TLS error after the handshake; return the error that it means: the connection is broken."""
-        self.log_limited("tls", f"lost the connection from {connection.session}: {error}")
-        return ConnectionResetError(errno.ECONNRESET, str(error))
-
-    def expect_validation(self) -> None:
-        """Close connections that do not send VALIDATE in time, from now on."""
-        if self.limits.validate_seconds:
-            self._validating.expect()
-
     # Internal; with the lock
 
     def _open_port(self, store: NamedStore) -> int | str:
@@ -457,25 +440,12 @@ class Server:
             self._working = True
             self.call_soon(self._work)
 
-    def _expect_leaving(self, store: NamedStore) -> None:
-        """Close a named store that its owner has ended, once its sessions have had their grace."""
-        self._leaving.expect()
-
-    def _schedule_links(self) -> None:
-        self.call_soon(self._serve_links)
-
-    def _report_end(self, link: object, reason: str) -> None:
-        self.log_limited("links", f"ended {link}: {reason}")
-
     def _report_refused(self, host: str, port: int) -> None:
         self.log_limited(
             "sessions",
             f"rejected {format_address(host, port)}: session limit {self.limits.sessions} reached (the `sessions` "
             "limit)",
         )
-
-    def _report_refusal(self, host: str, peer: str, reason: str) -> None:
-        self.log_audit(host, f"refused a request from {peer}: {reason}")
 
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()
@@ -484,11 +454,12 @@ class Server:
     # Internal; called by the loop, without the lock
 
     def served(self) -> None:
-        """Flush and expire after a batch of new connections."""
+        """Flush what a batch of new connections woke, and expect them to send VALIDATE in time."""
         with self.lock:
             if self.store.hub.pending_flush:
                 self.flush_pending()
-            self.expect_validation()
+            if self.limits.validate_seconds:
+                self._validating.expect()
 
     def _log_accept(self, kind: str, text: str) -> None:
         with self.lock:

@@ -85,7 +85,6 @@ class ThreadedErrors(UvErrors):
 
 
 def errors_of(backend: str) -> UvErrors:
-    """Return the errors of a backend."""
     return ThreadedErrors() if backend == "threaded" else UvErrors()
 
 

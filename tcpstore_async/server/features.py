@@ -3,6 +3,8 @@
 Every server is assembled here, those in memory included. This module must not know what a feature does.
 """
 
+from typing import NamedTuple
+
 from ..base.limits import LINK_GRACE
 from ..links.link_registry import LinkRegistry
 from ..observe.missing import answer_missing
@@ -11,12 +13,11 @@ from ..session.named_stores import NamedStores
 from ..session.store import PORTION, Store
 
 
-class Features:
+class Features(NamedTuple):
     """The features that need the server's clock."""
 
-    def __init__(self, named: NamedStores, links: LinkRegistry) -> None:
-        self.named = named
-        self.links = links
+    named: NamedStores
+    links: LinkRegistry
 
 
 def attach_features(

@@ -344,7 +344,10 @@ def _start(
                 listener.detach()
             raise
         if server is None:
-            server = _start_thread(listener, listening)
+            from .in_process import ServerThread  # most masters do not need it
+
+            tls = None if listening.tls is None else ServerTls(listening.tls)
+            server = ServerThread(listener.dup(), listening.backend, tls, listening.tokens)
         return _CountedServer(server, listening, shared, address)
 
 
@@ -372,13 +375,6 @@ def _start_process(
             raise NoServerError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
-
-
-def _start_thread(listener: socket.socket, listening: _Listening) -> RunningServer:
-    from .in_process import ServerThread
-
-    tls = None if listening.tls is None else ServerTls(listening.tls)
-    return ServerThread(listener.dup(), listening.backend, tls, listening.tokens)
 
 
 _warned = False

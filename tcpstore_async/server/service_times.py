@@ -26,7 +26,6 @@ class Histogram:
         self.sum: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a duration."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.sum += seconds
 

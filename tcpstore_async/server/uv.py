@@ -14,7 +14,7 @@ from collections import deque
 from functools import partial
 from typing import Any, Final
 
-from ..base.errors import PeerError
+from ..base.errors import PeerError, ProtocolError
 from ..base.limits import Limits
 from ..session.named_stores import NamedStore
 from ..session.tls import HANDSHAKE, TlsError
@@ -23,7 +23,7 @@ from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base
 from .poller import READ, WRITE, WatchWith, make_poller
-from .tls import CIPHERTEXT, CIPHERTEXT_ON, TLS_BYTES, ServerTls, TlsChannel
+from .tls import CIPHERTEXT, CIPHERTEXT_ON, MOST_HANDSHAKES, TLS_BYTES, ServerTls, TlsChannel
 
 _read: Final = os.read
 _read_into: Final = os.readv
@@ -72,7 +72,6 @@ class Connection(Transport):
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
 
     def on_events(self, events: int) -> None:
-        """Handle events of the descriptor."""
         if events != READ:
             self.hung_up = events & ~(READ | WRITE) != 0
             self.writable()
@@ -330,7 +329,9 @@ class TlsConnection(Connection):
         except TlsError as error:
             if not channel.stream.established:
                 raise
-            raise self.server.broken_tls(self, error) from None
+            self.server.log_limited("tls", f"lost the connection from {self.session}: {error}")
+            # It counts as a break of the connection, after which a client resumes its link.
+            raise ConnectionResetError(errno.ECONNRESET, str(error)) from None
         finally:
             if channel.behind() and self.fd >= 0:
                 self.server.poller.watch_writing(self.fd, True)
@@ -348,7 +349,10 @@ class TlsConnection(Connection):
             channel = self.channel = TlsChannel(self.tls.context, partial(_write, self.fd))
             channel.stream.feed(hello)
             budget.relieve(self.session)
-            server.begin_handshake(self)
+            oldest = self.tls.begin(self)
+            if oldest is not None:
+                text = f"too many TLS handshakes under way (max {MOST_HANDSHAKES}); this was the oldest"
+                server.close_for(oldest, ProtocolError(text))
             return True
         chunk = _read(self.fd, _FIRST_READ)
         if not chunk:

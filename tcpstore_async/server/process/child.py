@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ...auth.tokens import HostTokens
@@ -64,10 +65,8 @@ def log_to_owner(log_fd: int) -> None:
 
 def announce_end(log_fd: int) -> None:
     """Announce an orderly exit: a process that ends without it has crashed."""
-    try:
+    with suppress(OSError):
         os.write(log_fd, encode(LogLine(over=True)))
-    except OSError:
-        pass
 
 
 class Owner:
@@ -103,19 +102,16 @@ class Owner:
 
     def report(self, event: Event) -> None:
         """Send an event to the owner, if it still runs."""
-        try:
+        with suppress(OSError):
             self._control.send(encode(event))
-        except OSError:
-            pass
 
     def report_ready(self, event: Event) -> None:
         """Send the event `ready` with a pidfd of this process, if the system has pidfds."""
         own = open_pidfd(os.getpid())
+        rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
         try:
-            rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
-            self._control.sendmsg([encode(event)], rights)
-        except OSError:
-            pass
+            with suppress(OSError):
+                self._control.sendmsg([encode(event)], rights)
         finally:
             if own is not None:
                 os.close(own)

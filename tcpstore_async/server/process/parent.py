@@ -242,7 +242,7 @@ def _spawn(
     pidfd = _own_pidfd()
     owner = Process(os.getpid(), pidfd)  # closes the pidfd in a child that another thread forks now
     try:
-        with close_on_fork(_above_standard_streams(listener.dup())) as copy:
+        with close_on_fork(socket.socket(fileno=_above_standard_streams(os.dup(listener.fileno())))) as copy:
             fds = [copy.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
             arguments = [str(copy.fileno()), *watched, str(control.fileno()), *options]
@@ -323,27 +323,24 @@ def _path() -> list[str]:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    one, other = socket.socketpair()
-    return close_on_fork(_above_standard_streams(one)), close_on_fork(_above_standard_streams(other))
+    one, other = [socket.socket(fileno=_above_standard_streams(end.detach())) for end in socket.socketpair()]
+    return close_on_fork(one), close_on_fork(other)
 
 
 def _own_pidfd() -> int | None:
     """Return a pidfd of this process, above the standard streams, or None if the system has no pidfds."""
     fd = open_pidfd(os.getpid())
-    if fd is None or fd >= _ABOVE_STANDARD_STREAMS:
+    return None if fd is None else _above_standard_streams(fd)
+
+
+def _above_standard_streams(fd: int) -> int:
+    """Move a descriptor above the standard streams, whose numbers the child replaces. Takes ownership of `fd`."""
+    if fd >= _ABOVE_STANDARD_STREAMS:
         return fd
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS)
     finally:
         os.close(fd)
-
-
-def _above_standard_streams(one: socket.socket) -> socket.socket:
-    """Return the socket with a descriptor above the standard streams, whose numbers the child replaces."""
-    if one.fileno() >= _ABOVE_STANDARD_STREAMS:
-        return one
-    with one:
-        return socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS))
 
 
 def _has_hung_up(one: socket.socket, seconds: float) -> bool:

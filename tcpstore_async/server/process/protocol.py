@@ -36,7 +36,6 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 def encode(message: Event | LogLine) -> bytes:
-    """Encode a message of the server."""
     return msgspec.json.encode(message) + b"\n"
 
 
