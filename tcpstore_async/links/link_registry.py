@@ -233,7 +233,7 @@ class LinkRegistry(LinkWork):
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):
-            link.say_end()
+            link.close_link()
         self.end_all()
 
     def _end_suspended(self) -> None:

@@ -202,7 +202,7 @@ class ServerLink(SharedLink):
             linked.close()
         return not self.sessions
 
-    def say_end(self) -> None:
+    def close_link(self) -> None:
         """Send CLOSE for the link, and end it; its connection stays open."""
         carrier = self.carrier
         if carrier is not None:

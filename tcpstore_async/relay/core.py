@@ -115,7 +115,7 @@ class Rank(Stream):
                 self.hung_up = True
                 # Nothing will be read from it, and no further event is reported.
                 if events & _GONE and (self.queued or self.starved or self.leaving or self.ended):
-                    self.lose()
+                    self.abort()
                     return
             self.resume_reading()
 
@@ -145,11 +145,11 @@ class Rank(Stream):
             relay.log_limited(
                 "entering", f"closed the connection from {format_address(self.host, self.port)}: {refusal}"
             )
-            self.lose()
+            self.abort()
         else:
             relay.defer(self)
 
-    def greet(self, entry: Entry) -> bool:
+    def read_greeting(self, entry: Entry) -> bool:
         """Read the rest of the greeting, which is not passed on; return whether it is complete."""
         try:
             chunk = _read(self.fd, self.greeting)
@@ -158,7 +158,7 @@ class Rank(Stream):
         except OSError:
             chunk = b""
         if not chunk or not entry.greeting.startswith(chunk, len(entry.greeting) - self.greeting):
-            self.lose()
+            self.abort()
             return False
         self.greeting -= len(chunk)
         if not self.described:
@@ -178,7 +178,7 @@ class Rank(Stream):
                 self.open()
                 if self.queued:
                     return
-            if self.greeting and relay.entry is not None and not self.greet(relay.entry):
+            if self.greeting and relay.entry is not None and not self.read_greeting(relay.entry):
                 return
             size = min(self.credit, _READ)
             if size <= 0:
@@ -190,7 +190,7 @@ class Rank(Stream):
             except BlockingIOError:
                 return
             except OSError:
-                self.lose()
+                self.abort()
                 return
             if not chunk:
                 self.end()
@@ -221,8 +221,8 @@ class Rank(Stream):
         relay.poller.pause(self.fd)
         relay.link.end(self)
 
-    def lose(self) -> None:
-        """Close, and end the session: the rank's connection is lost."""
+    def abort(self) -> None:
+        """Close, and end the session at once."""
         if self.fd >= 0:
             self.relay.link.close(self)
             self.close()
@@ -258,7 +258,7 @@ class Rank(Stream):
         except BlockingIOError:
             count = 0
         except OSError:
-            self.lose()
+            self.abort()
             return
         if count < len(data):
             self.unsent = [data[count:]]
@@ -276,7 +276,7 @@ class Rank(Stream):
             self.unsent = [data]
             return
         except OSError:
-            self.lose()
+            self.abort()
             return
         if self.leaving:
             self.moved_at = time.monotonic()
@@ -564,7 +564,7 @@ class Relay:
             except BlockingIOError:
                 pass
             except OSError:
-                rank.lose()
+                rank.abort()
             except Exception:
                 self._give_up(rank)
         self.flush()
@@ -609,7 +609,7 @@ class Relay:
         """Close a connection after an internal error, so that the others are still served."""
         address = format_address(rank.host, rank.port)
         log.exception("closing the connection from %s after an internal error", address)
-        rank.lose()
+        rank.abort()
 
     def flush(self) -> None:
         """Write upstream what ranks have sent."""

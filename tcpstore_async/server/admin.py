@@ -1,7 +1,7 @@
 """The admin socket: answers who is connected and who waits for what, beside the port that the ranks use.
 
 Knows a Unix socket, requests and portions of replies. Must not draw conclusions from the facts that it passes on.
-Invariants: the store's peers are served between two portions, and a client that does not read delays nobody. It works
+Invariants: the store's peers are served between two portions, and a client that does not read delays no other. It works
 when the server has as many connections as it can hold. Only a request to drop a named store changes anything. The audit
 log has a line for each process's requests.
 

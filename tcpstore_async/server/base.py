@@ -161,7 +161,7 @@ class Server:
         raise NotImplementedError
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Have the loop call `callback`."""
+        """Schedule a call on the loop, from any thread that serves connections."""
         self.loop.call_soon(callback)
 
     # Called on the loop by the owner of the server
@@ -225,7 +225,7 @@ class Server:
         with self.lock:
             return self.store.all_joined()
 
-    def dismiss_latecomers(self, complete: float) -> None:
+    def close_latecomers(self, complete: float) -> None:
         """Close the connections accepted after `complete`, a time of `time.monotonic`.
 
         They belong to the next round and will join its server.

@@ -12,7 +12,7 @@ _LEAST_SECONDS: Final = 0.001
 
 
 class Due:
-    """A call that is scheduled when it is first needed, and then for as long as it asks for it."""
+    """A call that is scheduled when it is needed, and repeated until it returns None."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Due:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self) -> None:
-        """Schedule the call, unless it is. With the lock."""
+        """Schedule the call, unless it is scheduled. With the lock."""
         if not self._scheduled:
             self._scheduled = True
             self._call_soon(self._call)
@@ -49,7 +49,7 @@ class Due:
         with self._lock:
             if self._cancelled:
                 return
-            self._scheduled = False  # what `run` does may need another call at once
+            self._scheduled = False  # `run` itself may cause `expect`
             seconds = self._run()
             if seconds is not None and not self._scheduled:
                 self._scheduled = True

@@ -35,7 +35,7 @@ class Poller:
         """Report, or no longer report, when `fd` is writable."""
         raise NotImplementedError
 
-    # An edge that nobody reads is not repeated, and the kernel forgets closed descriptors: epoll needs none of these.
+    # epoll needs none of these: it does not repeat an edge, and the kernel removes closed descriptors.
 
     def pause(self, fd: int) -> None:
         """Stop reporting that `fd` is readable."""

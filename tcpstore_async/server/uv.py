@@ -75,7 +75,7 @@ class Connection(Transport):
         if events != READ:
             self.hung_up = events & ~(READ | WRITE) != 0
             self.writable()
-        if self.hung_up and self.server.ends_many():
+        if self.hung_up and self.server.must_defer_end():
             if not self.queued:
                 self.server.defer(self)
         elif events != WRITE:
@@ -168,10 +168,10 @@ class Connection(Transport):
         while at < len(out):
             batch: list[Any] = out[at : at + PIECES]
             size = length(batch)
-            left = server.left_to_write()
+            left = server.write_allowance()
             if left <= 0:
                 self.keep(out[at:], 0)
-                server.write_later(self)
+                server.defer_writing(self)
                 return
             count = self._hand_over(first_bytes(batch, left) if size > left else batch)
             if count < 0:
@@ -282,9 +282,9 @@ class Connection(Transport):
         server = self.server
         backlog = session.backlog
         while backlog is not None:
-            left = server.left_to_write()
+            left = server.write_allowance()
             if left <= 0:
-                server.write_later(self)
+                server.defer_writing(self)
                 return
             count = self._hand_over(first_bytes(backlog.batch(), left))
             if count <= 0:
@@ -361,12 +361,12 @@ class TlsConnection(Connection):
         if chunk[0] != HANDSHAKE:
             if self.tls.required:
                 raise self.session.plain_refused()
-            server.use_no_tls(self)
+            server.serve_plain(self)
             server.received += len(chunk)
             self.session.receive(chunk)
             return True
         self.hello = chunk
-        server.begin_later(self)
+        server.defer_handshake(self)
         raise BlockingIOError
 
     def _read_plaintext(self, channel: TlsChannel) -> bool:
@@ -473,7 +473,7 @@ class UvServer(base.Server):
         """Connections with more to read."""
         self._ends_until: float = 0.0
         """Time until which ends are handled during the present report of the poller; 0 before the first."""
-        self._to_begin: deque[TlsConnection] = deque()
+        self._deferred_handshakes: deque[TlsConnection] = deque()
         """Connections whose TLS handshake has not begun."""
         self.written: int = 0
         """Bytes of large replies written in this turn of the loop."""
@@ -585,20 +585,20 @@ class UvServer(base.Server):
 
     # Called by connections
 
-    def use_no_tls(self, connection: TlsConnection) -> None:
+    def serve_plain(self, connection: TlsConnection) -> None:
         """Serve a connection without TLS from now on."""
         del self.tls_connections[connection.fd]
         self.connections[connection.fd] = connection
 
-    def left_to_write(self) -> int:
+    def write_allowance(self) -> int:
         """Return how many more bytes of large replies may be written in this turn of the loop."""
         if not self._writing:
             self._writing = True
             self.call_soon(self._write_more)
         return _WRITTEN_PER_TURN - self.written
 
-    def write_later(self, connection: Connection) -> None:
-        """Continue writing in the next turn of the loop. Call it when `left_to_write` is 0."""
+    def defer_writing(self, connection: Connection) -> None:
+        """Continue writing in the next turn of the loop. Call it when `write_allowance` is 0."""
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
@@ -641,7 +641,7 @@ class UvServer(base.Server):
         except Exception:
             self.give_up(connection)
 
-    def ends_many(self) -> bool:
+    def must_defer_end(self) -> bool:
         """Return whether the ends of other peers have taken so long that the next one is deferred.
 
         Releasing what peers leave behind may take long: when the hosts of a job end together, other peers are served in
@@ -652,21 +652,21 @@ class UvServer(base.Server):
             self._ends_until = now + _ENDS_SECONDS
         return now > self._ends_until
 
-    def begin_later(self, connection: TlsConnection) -> None:
+    def defer_handshake(self, connection: TlsConnection) -> None:
         """Begin a TLS handshake later: one per turn of the loop, as each takes as long as 100 requests.
 
         Other peers are served in between, and peers that connect together can complete their handshakes before
         `MOST_HANDSHAKES` newer ones are under way.
         """
-        if not self._to_begin:
-            self.call_soon(self._begin_next)
+        if not self._deferred_handshakes:
+            self.call_soon(self._begin_handshake)
         connection.queued = True
-        self._to_begin.append(connection)
+        self._deferred_handshakes.append(connection)
 
-    def _begin_next(self) -> None:
-        connection = self._to_begin.popleft()
-        if self._to_begin:
-            self.call_soon(self._begin_next)
+    def _begin_handshake(self) -> None:
+        connection = self._deferred_handshakes.popleft()
+        if self._deferred_handshakes:
+            self.call_soon(self._begin_handshake)
         self._resume_one(connection)
 
     # Accepting

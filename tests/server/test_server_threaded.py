@@ -548,7 +548,7 @@ def test_latecomers_are_dismissed(backend: str) -> None:
                     for peer in (late, waiting):
                         peer.send(b"\x06" + keys(b"/queue"))
                     await asyncio.to_thread(late.ping, 2)
-                    server.dismiss_latecomers(complete)
+                    server.close_latecomers(complete)
                     assert await asyncio.to_thread(late.closed)
                     assert await asyncio.to_thread(waiting.closed)
                     for peer in (early, same):

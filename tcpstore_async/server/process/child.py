@@ -123,15 +123,15 @@ class Owner:
             self._watch()
             await self._over.wait()
             self._unwatch()  # the ranks get their grace even if the owner ends now
-            await self._wind_up(server, grace)
+            await self._drain(server, grace)
         finally:
             self._loop.remove_reader(self._control)
 
-    async def _wind_up(self, server: "Server", grace: float) -> None:
+    async def _drain(self, server: "Server", grace: float) -> None:
         server.stop_accepting()
         server.announce(0)
         if self._complete is not None:
-            server.dismiss_latecomers(self._complete)
+            server.close_latecomers(self._complete)
         why = "the server exits with the process that hosts it, so agents cannot form rounds here"
         server.end_rounds(why, socket.gethostname(), self._pid)
         self.report(Event("stopped", remaining=server.count))
