@@ -1,6 +1,6 @@
-"""Assembling a server: on a running loop, in a process of its own, and for another process.
+"""Assemble a server: on a running loop, in a process of its own, and for another process.
 
-Knows which parts make a server. Must not know the command line.
+Knows the parts of a server. Must not know the command line.
 Invariant: when `serve`, `run` or `serve_owner` ends, in whatever way, the port is free and nothing is left behind.
 """
 
@@ -49,7 +49,7 @@ log = logging.getLogger("tcpstore_async.server")
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop, in any thread."""
-    import uvloop  # not for those who only use `serve`, which runs on any loop
+    import uvloop  # not needed by users of `serve`, which runs on any loop
 
     uvloop.run(main)
 
@@ -71,23 +71,20 @@ async def serve(
     admin: str | None = "",
     store_ports: range = ANY,
 ) -> "AsyncIterator[Server]":
-    """Run a server on the running loop for as long as the context lasts; `.port` is its port.
+    """Run a server on the running loop while the context lasts; `.port` is its port.
 
-    It listens on exactly `host`; port 0 lets the kernel choose. `listener`, a TCP socket that is bound or listening,
-    takes their place; it is closed at the end. Where the system can, it holds connections to `port` until their peers
-    have sent something, or for a second. `backend` is `uv` or `threaded`. A forked child holds nothing of the
-    server.
+    It listens on exactly `host`; port 0 lets the kernel choose. `listener`, a bound or listening TCP socket, replaces
+    both; it is closed at the end. Where the system can, it holds connections to `port` until their peers have sent
+    something, or for a second. `backend` is `uv` or `threaded`. A forked child holds nothing of the server.
 
-    With `tls_cert` and `tls_key`, files in PEM format, it serves peers that use TLS 1.3 beside those that do not; with
-    `tls_ca`, those that use TLS must have a certificate of one of these CAs. `.tls.reload()` loads the files again.
-    `require_tls` refuses those that do not.
-    `tokens` checks the tokens of clients. `require_auth` says who must have one, or such a certificate: nobody (empty),
-    connections from other hosts (`remote`), or `all`. `admin` is the path of the admin socket, None for the one that
-    `tcpstore who` finds by the port, empty for none; `.admin` is its path.
-    From `store_ports`, which is empty for none, come the ports for clients that can say no name of their store; without
-    TLS and tokens only.
+    With `tls_cert` and `tls_key`, files in PEM format, it serves TLS 1.3 beside plain connections; with `tls_ca`, peers
+    that use TLS must have a certificate of one of these CAs. `.tls.reload()` reloads the files. `require_tls` refuses
+    plain connections. `tokens` checks the tokens of clients. `require_auth` says which connections need a token or such
+    a certificate: none (empty), those from other hosts (`remote`), or `all`. `admin` is the path of the admin socket:
+    None for the one that `tcpstore who` finds by the port, empty for none; `.admin` is its path. `store_ports` are the
+    ports for clients that cannot name their store, empty for none; they need a server without TLS and tokens.
 
-    Raises DistNetworkError if the address or the admin socket cannot be had, or a file cannot be used, and ValueError
+    Raises DistNetworkError if the address or the admin socket is unavailable, or a file cannot be used, and ValueError
     for a certificate without a key or the reverse, if TLS is required without them, and for a backend that lacks TLS or
     tokens.
     """
@@ -107,7 +104,7 @@ async def serve(
                     yield server
             finally:
                 if os.getpid() == pid:
-                    if listener is None:  # a child that was forked just now may not have closed its copy yet
+                    if listener is None:  # frees the port even if a child forked just now still has a copy
                         with suppress(OSError):
                             listening.shutdown(socket.SHUT_RDWR)
                     server.stop()
@@ -138,12 +135,11 @@ async def run(
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
     The sessions of a link whose connection breaks are kept for `link_grace` seconds. For `defer_accept`, which does not
-    apply to a given socket, see `wait_for_data`. `admin` is the path of the admin
-    socket: None for the usual one, empty for none. `http` has a process of its own answer over HTTP what goes on in the
-    server. `ready` is called once the server accepts connections. For the other arguments see `serve`: SIGHUP has the
-    files of `tokens`, and those of certificates, loaded again, and ends no server. With `linger`, it also ends when it
-    has been used and then had no client for so many seconds. A socket that systemd has passed takes the place of the
-    address. Raises DistNetworkError if the address, the socket `fd` or the admin socket cannot be had.
+    apply to a given socket, see `wait_for_data`. `admin` is the path of the admin socket: None for the usual one, empty
+    for none. `http` starts a process that shows the server's state over HTTP. `ready` is called once the server accepts
+    connections. With `linger`, the server also ends when it has been used and then had no client for `linger` seconds.
+    For the other arguments see `serve`. SIGHUP reloads token and certificate files. A socket passed by systemd replaces
+    the address. Raises DistNetworkError if the address, the socket `fd` or the admin socket is unavailable.
     """
     raise_file_limit()
     fd = activated_fd() if fd is None else fd
@@ -194,7 +190,7 @@ def _http_process(server: "Server", options: "HttpOptions | None") -> AbstractAs
         return nullcontext()
     if not server.admin:
         raise DistNetworkError("cannot serve the status page over HTTP: the server has no admin socket")
-    from .server.http_process import http_process  # not for the other servers
+    from .server.http_process import http_process  # most servers do not need it
 
     return http_process(server.admin, options)
 
@@ -205,7 +201,7 @@ def _clients(server: "Server") -> int:
 
 
 async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Queue[signal.Signals]") -> None:
-    """Act as if told to end by SIGTERM once all clients have left, for so long, a server that they have used."""
+    """Drain the server, as SIGTERM does, `seconds` after the last client has left."""
     linger = Linger(seconds)
     while not linger.is_over(time.monotonic(), _clients(server), _has_been_used(server)):
         await asyncio.sleep(linger.poll_seconds())
@@ -230,7 +226,7 @@ def _server_tls(cert: str | None, key: str | None, ca: str | None, required: boo
 
 
 def watch_signals() -> "asyncio.Queue[signal.Signals]":
-    """Return a queue that gets every SIGTERM and SIGINT from now on."""
+    """Return a queue that receives every SIGTERM and SIGINT from now on."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -241,7 +237,7 @@ def watch_signals() -> "asyncio.Queue[signal.Signals]":
 async def drain_when_told(
     signals: "asyncio.Queue[signal.Signals]", drain: Coroutine[Any, Any, None], stopping: Callable[[], None]
 ) -> None:
-    """Wait for a signal and call `stopping`; after SIGTERM, wait for the end of `drain` or for another signal."""
+    """Wait for a signal and call `stopping`; after SIGTERM, await `drain`, or another signal."""
     number = await signals.get()
     stopping()
     if number is not signal.SIGTERM:
@@ -255,11 +251,10 @@ async def drain_when_told(
 
 
 def tune_gc() -> None:
-    """Collect garbage rarely, in a process that is a server: nothing it makes for a connection is left in a cycle.
+    """Collect garbage rarely, in a server process: connections leave no cycles behind.
 
     With the defaults, collections that find nothing cost 4 % of a job's start, and more with more ranks. The youngest
-    generation is still collected often enough that no collection takes 30 ms: a WAIT for 131,072 keys makes a dict for
-    each.
+    generation is collected often enough that no collection takes 30 ms: a WAIT for 131,072 keys makes a dict for each.
     """
     gc.collect()
     gc.freeze()
@@ -269,12 +264,11 @@ def tune_gc() -> None:
 def child_main(
     listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float, *tls: str
 ) -> None:
-    """Be the server process that `server/process/parent.py` has started; return when it is to exit.
+    """Be the server process that `server/process/parent.py` has started; return when it should exit.
 
-    `tls` are the fields of `TlsFiles`, empty if there are none. What it checks tokens with, if it does, is in a line of
-    its standard input.
+    `tls` are the fields of `TlsFiles`, empty if there are none. Its tokens, if it has any, are a line of its standard
+    input.
     """
-    tokens = read_tokens()
     serve_owner(
         listen_fd,
         owner_pid,
@@ -284,7 +278,7 @@ def child_main(
         backend=backend,
         grace=grace,
         tls=tls,
-        tokens=tokens,
+        tokens=read_tokens(),
     )
 
 
@@ -298,56 +292,45 @@ def serve_owner(
     backend: str = DEFAULT_BACKEND,
     limits: Limits | None = None,
     grace: float = DEFAULT_GRACE,
-    tls: tuple[str, ...] = (),
+    tls: tuple[str, ...] = ("", "", ""),
     tokens: HostTokens | None = None,
 ) -> None:
     """Be the server process of `owner_pid`, on the socket `listen_fd`, until that process stops it or ends.
 
-    That process is the parent, unless `pidfd` is a descriptor of it, or -1. `control_fd` is a socket for commands and
-    events, and `log_fd`, if given, one for the log; see `server/process/protocol.py`. `tls` are the fields of
-    `TlsFiles`, and `tokens` says whom it lets in. Raises what keeps the server from starting, after it has been
-    reported.
+    `pidfd` is as for `Owner`. `control_fd` is a socket for commands and events, and `log_fd`, if given, one for the
+    log; see `server/process/protocol.py`. `tls` are the fields of `TlsFiles`, and `tokens` says who is admitted. Raises
+    what keeps the server from starting, after reporting it to the owner.
     """
+    ca, cert, key = tls
+
+    async def serve_until_told() -> None:
+        with closing(Owner(owner_pid, control_fd, pidfd)) as owner:
+            try:
+                raise_file_limit()
+                checker = None if tokens is None else tokens.checker()
+                async with serve(
+                    listener=adopt(listen_fd),
+                    limits=limits,
+                    backend=backend,
+                    tls_cert=cert,
+                    tls_key=key,
+                    tls_ca=ca,
+                    tokens=checker,
+                    require_auth="" if tokens is None else tokens.require_auth,
+                    admin=None,
+                ) as server:
+                    tune_gc()
+                    ready = Event("ready", server.port, os.getpid(), backend, max_connections=server.max_connections)
+                    with Reloading(server, checker).watching():
+                        owner.report_ready(ready)
+                        await owner.follow(server, grace)
+            except Exception as error:
+                owner.report(Event("failed", error=str(error)))
+                raise
+
     ignore_signals()
     if log_fd is not None:
         log_to_owner(log_fd)
-    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, pidfd, backend, limits, grace, tls, tokens))
+    run_loop(serve_until_told())
     if log_fd is not None:
         announce_end(log_fd)
-
-
-async def _serve_owner(
-    listen_fd: int,
-    owner_pid: int,
-    control_fd: int,
-    pidfd: int | None,
-    backend: str,
-    limits: Limits | None,
-    grace: float,
-    tls: tuple[str, ...],
-    tokens: HostTokens | None,
-) -> None:
-    ca, cert, key = tls or ("", "", "")
-    with closing(Owner(owner_pid, control_fd, pidfd)) as owner:
-        try:
-            raise_file_limit()
-            checker = None if tokens is None else tokens.checker()
-            async with serve(
-                listener=adopt(listen_fd),
-                limits=limits,
-                backend=backend,
-                tls_cert=cert,
-                tls_key=key,
-                tls_ca=ca,
-                tokens=checker,
-                require_auth="" if tokens is None else tokens.require_auth,
-                admin=None,
-            ) as server:
-                tune_gc()
-                ready = Event("ready", server.port, os.getpid(), backend, max_connections=server.max_connections)
-                with Reloading(server, checker).watching():
-                    owner.report_ready(ready)
-                    await owner.follow(server, grace)
-        except Exception as error:
-            owner.report(Event("failed", error=str(error)))
-            raise

@@ -48,8 +48,7 @@ OF_THE_MACHINE = {"base/deadline.py", "base/locks.py", "base/python_process.py"}
 
 STARTED = {
     ("relay/named_ports.py", "server"),
-    ("relay/process.py", "__main__"),
-    ("server/http_process.py", "__main__"),
+    ("server/owned_process.py", "__main__"),
     ("server/process/parent.py", "serving"),
 }
 """What the programs of processes import that a module starts: texts, and words after `-m`."""

@@ -1,1 +1,1 @@
-"""Sessions that outlive a connection, and many sessions over one."""
+"""Links: sessions that outlive a connection, and many sessions over one connection."""

@@ -1,12 +1,12 @@
-"""One end of a link: the frames of many sessions in numbered batches, each of which its peer takes once.
+"""One end of a link: the frames of many sessions in numbered batches, each of which the peer takes once.
 
 Bytes in, frames out, and the reverse. It knows numbers, acknowledgements and what to send again after the connection
 broke. It must not know how bytes travel, what time it is, or what a frame does to a session: `links/link_server.py`
 and `links/link_client.py` do.
 
-Invariants: a frame is handled once, in the order in which it was added, however often the connection breaks. A batch
-is kept until the peer has taken it. What is kept is bounded: from `WINDOW_BYTES` on, `has_room` is false and the owner
-adds no more DATA.
+Invariants: a frame is handled once, in the order of adding, however often the connection breaks. A batch is kept until
+the peer has taken it. Kept batches are bounded: from `WINDOW_BYTES` on, `has_room` is false and the owner adds no more
+DATA.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ _LEAST_SAME: Final = 8
 """Bytes of a SAME for one session, without a payload."""
 
 _COST_SHIFT: Final = 6
-"""A delivery costs one unit, and one for each 64 bytes: as many of the shortest commands take as long."""
+"""A delivery costs one unit, plus one per 64 bytes, so that many short commands cost what they take."""
 
 NEW: Final = "new"
 RESUMED: Final = "resumed"
@@ -54,60 +54,57 @@ LINK_REFUSED: Final = "refused"
 
 
 class LinkReply(msgspec.Struct, frozen=True):
-    """The reply to LINK."""
-
     status: str
     instance: str = ""
-    """Of the server, as in its identity."""
+    """The server's instance, as in its identity."""
     taken: int = 0
     """The last batch that the server has taken."""
     keep_alive: float = 0.0
-    """Seconds within which each end has to send something; after three times as long the connection is closed."""
+    """Seconds within which each end must send something; after three times as long, the connection is closed."""
     grace: float = 0.0
-    """Seconds for which the server keeps the sessions when the connection breaks."""
+    """Seconds for which the server keeps the sessions of a broken connection."""
     reason: str = ""
-    """Why it was refused."""
+    """Why the link was refused."""
 
 
 class Link:
-    """Both ends of a link have this in common. Subclasses override `handle`."""
+    """The common part of both ends of a link. Subclasses override `handle`."""
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
-        """Bytes for the connection, in order. Whoever owns the connection takes them."""
+        """Bytes for the connection, in order. The owner of the connection removes them."""
         self.connected = False
-        """Whether there is a connection that may take them."""
         self.taken: int = 0
         """The number of the last batch taken from the peer."""
         self.number: int = 0
         """The number of the last batch sent."""
         self.kept: deque[bytes] = deque()
-        """The batches that the peer has not acknowledged, up to `number`."""
+        """Batches that the peer has not acknowledged, up to `number`."""
         self.kept_bytes: int = 0
         self._spent: int = 0
-        """The cost of what the present call of `take` has delivered."""
+        """The cost of the deliveries of the present call of `take`."""
         self._frames: BytesWriter | None = None
-        """Frames of the next batch, or the last ones if a long payload precedes them."""
+        """Frames of the next batch, after the last long payload if there is any."""
         self._before: list[bytes] = []
-        """What precedes those: long payloads, which are not copied, and the frames between them."""
+        """Bytes before `_frames`: long payloads, which are not copied, and the frames between them."""
         self._frames_bytes: int = 0
         """Bytes of all frames of the next batch."""
         self._same_payload: bytes = b""
         self._same: list[int] = []
         """Sessions of the last DATA frame, which is not in `_frames` yet."""
         self._untold_bytes: int = 0
-        """Bytes of batches taken of which the peer has not been told."""
+        """Bytes of batches taken but not acknowledged."""
         self._incoming: int = 0
-        """The number of the batch that is being handled."""
+        """The number of the batch being handled."""
         self._incoming_bytes: int = 0
         self._left: int = 0
-        """Bytes of it that are left; a batch is handled only when it is there whole."""
+        """Bytes of it that are left; a batch is handled only when it is complete."""
         self._handled: int = 0
-        """Deliveries of batch `taken + 1` that have been made: one for a frame, or for each session of a SAME."""
+        """Deliveries made of batch `taken + 1`: one per frame, or per session of a SAME."""
         self._same_done: int = 0
-        """How many of these are of the SAME frame that comes next."""
+        """How many of them are of the next SAME frame."""
         self._to_skip: int = 0
-        """How many had been made when the connection broke: the peer sends that batch again."""
+        """Deliveries made before the connection broke: the peer sends their batch again."""
 
     # Sending
 
@@ -143,7 +140,7 @@ class Link:
                 self._append(DATA, session, payload[at : at + PIECE_BYTES])
 
     def close_batch(self) -> None:
-        """End the next batch and put it into `out`, if it has any frames; at least acknowledge if much was taken."""
+        """Put the next batch into `out` if it has frames; else acknowledge if much was taken."""
         if self._same:
             self._close_same()
         frames = self._frames
@@ -170,7 +167,7 @@ class Link:
             self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Put a batch without frames into `out`: it says what was taken, and that this end is alive."""
+        """Put a batch without frames into `out`: it acknowledges, and shows that this end is alive."""
         if self.connected:
             self.out.append(BATCH_HEAD.pack(0, UNNUMBERED, 0, self.taken))
             self._untold_bytes = 0
@@ -232,10 +229,10 @@ class Link:
     # Receiving
 
     def take(self, data: bytes, at: int, end: int, most: int) -> tuple[int, int]:
-        """Handle the frames of complete batches in data[at:end], and stop when they have cost `most`.
+        """Handle the frames of complete batches in data[at:end], up to a cost of `most`.
 
-        Returns where it stopped, and the length that `data` must have to get further: the same number if it stopped
-        early. It also stops when handling a frame has disconnected the link. Raises ProtocolError.
+        Returns where it stopped, and the length that `data` needs for the next batch, or the same number if it stopped
+        early. It also stops when handling a frame disconnects the link. Raises ProtocolError.
         """
         self._spent = 0
         while True:
@@ -271,11 +268,11 @@ class Link:
                 return at, at
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
-        """Handle one frame. Must not raise anything but ProtocolError, for a frame that must not be."""
+        """Handle one frame. Raises nothing but ProtocolError, for an invalid frame."""
         raise NotImplementedError
 
     def _take_frame(self, data: bytes, at: int, most: int) -> int:
-        """Handle the frame that starts at `at`; return where it stops, or `at` if more of it is to be handled."""
+        """Handle the frame that starts at `at`; return where it stops, or `at` if it is not handled completely."""
         if self._left < FRAME_HEAD_BYTES:
             raise ProtocolError("a frame exceeds its batch")
         head = read_i64_le(data, at)
@@ -303,7 +300,7 @@ class Link:
         return stop
 
     def _take_same(self, data: bytes, at: int, stop: int, most: int) -> bool:
-        """Deliver the payload of a SAME to its sessions. Returns whether that is done; it stops as `take` does."""
+        """Deliver the payload of a SAME to its sessions; return whether all have it. It stops as `take` does."""
         count = read_i64_le(data, at) & SESSION_MASK if stop - at >= _LEAST_SAME else 0
         start = at + 4 + 4 * count
         if not 0 < count <= SAME_SESSIONS or not start <= stop <= start + SAME_BYTES:
@@ -334,14 +331,14 @@ class Link:
     # The connection
 
     def connect(self, taken: int) -> None:
-        """Go on, on a new connection, with a peer that has taken the batches up to `taken`. Raises ProtocolError."""
+        """Use a new connection to a peer that has taken the batches up to `taken`. Raises ProtocolError."""
         self._acknowledged(taken)
         self.connected = True
         self.out = list(self.kept)
         self._untold_bytes = 0
 
     def disconnect(self) -> None:
-        """Stop using the connection, which is gone."""
+        """Stop using a connection that is gone."""
         self.connected = False
         self.out = []
         self._to_skip = max(self._to_skip, self._handled)

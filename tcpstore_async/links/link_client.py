@@ -1,10 +1,10 @@
-"""The client's end of a link, which a relay or a client of ours holds: streams of bytes that share a connection.
+"""The client's end of a link, held by a relay: streams of bytes that share a connection.
 
 Without I/O. It knows LINK and what may be sent for each stream. It must not know how bytes travel, what time it is, or
 what the bytes mean.
 
-Invariants: bytes reach the server's session, and come from it, in order and once, however often the connection breaks
-until the server gives the link up. No more is sent for a stream than the server has given credit for.
+Invariants: bytes travel in both directions in order and once, however often the connection breaks, until the server
+gives the link up. No more is sent for a stream than the server has given credit for.
 """
 
 import secrets
@@ -40,41 +40,39 @@ from .link import NEW, RESUMED, Link, LinkReply
 _ALL: Final = 1 << 60
 
 _MOST_SECONDS: Final = 1e9
-"""A time in a reply to LINK that is longer, or negative, is none."""
+"""Longest valid time in a reply to LINK."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Stream:
-    """One session, as its client's end knows it. Subclasses say what happens to its bytes."""
+    """One session, as known to its client. Subclasses handle its bytes."""
 
     def __init__(self) -> None:
         self.number: int = 0
         self.credit: int = REQUEST_CREDIT_BYTES
         """Bytes that may be sent."""
         self.consumed: int = 0
-        """Bytes received and consumed for which the server has not been given credit."""
+        """Bytes received and consumed for which the server has not been given credit again."""
 
     def received(self, data: bytes) -> None:
-        """Take bytes that the server has sent; report with `ClientLink.consume` when they are consumed."""
+        """Handle bytes from the server; report with `ClientLink.consume` when they are consumed."""
         raise NotImplementedError
 
     def credited(self) -> None:
-        """Learn that more may be sent."""
+        """Note that more may be sent."""
         raise NotImplementedError
 
     def closed(self) -> None:
-        """Learn that the server has closed the session; no more bytes follow."""
+        """Note that the server has closed the session; no more bytes follow."""
         raise NotImplementedError
 
 
 class ClientLink(Link):
-    """The client's end of one link."""
-
     def __init__(self, place: str = "", describe: dict[str, str] | None = None) -> None:
         """Make a link with a new identity.
 
-        `place` names what holds the link, for instance a relay by its host and port: a new link ends the one that
-        held its place before. `describe` says more for the server's log.
+        `place` identifies the holder of the link, such as the host and port of a relay: a new link ends the previous
+        one of its place. `describe` describes the holder for the server's log.
         """
         super().__init__()
         self.identity = secrets.token_bytes(16)
@@ -82,26 +80,27 @@ class ClientLink(Link):
         self.place = place
         self.description = describe or {}
         self.instance: str = ""
-        """Of the server that has this link; empty before there is one."""
+        """The instance of the server that has this link; empty before there is one."""
         self.streams: dict[int, Stream] = {}
         self.going_away = False
         """Whether the server admits no more streams."""
         self.is_over = False
         """Whether the server has ended the link."""
         self.describes = False
-        """Whether the server takes descriptions of ranks."""
+        """Whether the server accepts descriptions of ranks."""
         self._attempts: int = 0
-        """How often the server was asked for the link."""
+        """Number of LINKs sent."""
         self._last: int = 0
         self._rest: list[bytes] = []
-        """The beginning of a batch."""
+        """The beginning of an incomplete batch."""
         self._rest_bytes: int = 0
         self._need: int = 0
+        """Bytes that the batch needs to be complete, as far as known."""
 
     # The connection
 
     def request(self, validate: bool = True) -> bytes:
-        """Return what a connection has to send: LINK, and VALIDATE before that if it is new."""
+        """Return the bytes that open or resume the link: LINK, after VALIDATE if the connection is new."""
         self._attempts += 1
         items: dict[str, bytes] = {
             "version": b"%d" % VERSION,
@@ -120,9 +119,9 @@ class ClientLink(Link):
         return request
 
     def answered(self, raw: bytes) -> LinkReply:
-        """Take the server's reply to LINK, without its length. Raises ProtocolError if it is none.
+        """Handle the server's reply to LINK, without its length. Raises ProtocolError if it is invalid.
 
-        The link goes on if the status is `new` or `resumed`; otherwise there is no link.
+        Afterwards `connected` says whether there is a link.
         """
         reply = read_reply(raw)
         self._rest = []
@@ -146,7 +145,7 @@ class ClientLink(Link):
         self.add(OPEN, self._last, U16.pack(port) + host.encode())
 
     def describe(self, stream: Stream, known: dict[str, str]) -> None:
-        """Say what is known of a rank, if the server can use it and it is not too long."""
+        """Send what is known about a rank, if the server accepts that and it is not too long."""
         payload = b"\0".join([f"{name}={text}".encode(errors="replace") for name, text in known.items()])
         if self.describes and 0 < len(payload) <= DESCRIPTION_BYTES and stream.number in self.streams:
             self.add(DESCRIBE, stream.number, payload)
@@ -157,30 +156,30 @@ class ClientLink(Link):
         self.add_data(stream.number, data)
 
     def consume(self, stream: Stream, count: int) -> None:
-        """Allow the server to send as many more bytes."""
+        """Allow the server to send `count` more bytes."""
         stream.consumed += count
         if stream.consumed >= REPLY_CREDIT_BYTES // 2 and stream.number in self.streams:
             self.add(CREDIT, stream.number, U32.pack(stream.consumed))
             stream.consumed = 0
 
     def end(self, stream: Stream) -> None:
-        """Send no more: the server closes the stream after its last reply."""
+        """Send no more on a stream: the server closes it after the last reply."""
         if stream.number in self.streams:
             self.add(CLOSE, stream.number, END_OF_FILE)
 
     def close(self, stream: Stream) -> None:
-        """Close at once."""
+        """Close a stream at once."""
         if self.streams.pop(stream.number, None) is not None:
             self.add(CLOSE, stream.number, LOST)
 
     def close_link(self) -> None:
-        """Say that the link ends, with all its streams."""
+        """End the link, with all its streams."""
         self.add(CLOSE, LINK, LOST)
 
     # In
 
     def receive(self, chunk: bytes) -> None:
-        """Take bytes of the connection. Raises ProtocolError."""
+        """Handle bytes from the connection. Raises ProtocolError."""
         if self._rest_bytes:
             self._rest.append(chunk)
             self._rest_bytes += len(chunk)
@@ -216,12 +215,11 @@ class ClientLink(Link):
 
 
 def link_fields(items: dict[str, bytes]) -> Fields:
-    """Return the fields of LINK."""
     return ([(name.encode(), pack(value)) for name, value in items.items()],)
 
 
 def read_reply(raw: bytes) -> LinkReply:
-    """Decode the reply to LINK, without its length. Raises ProtocolError if it is none."""
+    """Decode a reply to LINK, without its length. Raises ProtocolError if it is invalid."""
     reply: LinkReply | None
     try:
         reply = msgspec.json.decode(raw, type=LinkReply)

@@ -1,9 +1,9 @@
-"""All links of one server: what LINK does, what is left for later, and when a link that broke is given up.
+"""All links of one server: what LINK does, and when a broken link is given up.
 
-Without I/O: the server calls `LinkRegistry.tick` with the time, and `work` whenever `on_work` asked for it.
+Without I/O: the server calls `LinkRegistry.tick` with the time, and `work` after each `on_work`.
 
-Invariants: no more links and sessions than the limits allow. A link that goes on has lost nothing. Nothing here takes
-longer than a few milliseconds.
+Invariants: no more links and sessions than the limits allow. A resumed link has lost nothing. Nothing here takes longer
+than a few milliseconds.
 """
 
 from hmac import compare_digest
@@ -16,11 +16,7 @@ from ..keyspace.waiter_types import IDLE
 from ..session.server import ServerSession
 from ..session.store import PORTION, Store
 from ..session.transport import Transport
-from ..wire.link import (
-    GOING_AWAY,
-    LINK,
-    VERSION,
-)
+from ..wire.link import GOING_AWAY, LINK, VERSION
 from ..wire.values import Framed, pack, unpack
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
 from .link_server import LinkInput, ServerLink
@@ -33,8 +29,6 @@ _MAX_TEXT: Final = 256
 
 
 class LinkRegistry(LinkWork):
-    """All links of one server."""
-
     def __init__(
         self,
         store: Store,
@@ -48,13 +42,13 @@ class LinkRegistry(LinkWork):
         super().__init__(store, grace, keep_alive, portion)
         self.instance = instance
         self.links: dict[bytes, ServerLink] = {}
-        """By id."""
+        """Keyed by id."""
         self.places: dict[tuple[str, bytes], ServerLink] = {}
-        """By the id of their token and place, for links that named one: others cannot take it."""
+        """Links that named a place, keyed by the id of their token and the place: no other token can take the place."""
         self.singles: dict[bytes, SingleLink] = {}
-        """Single links, by id."""
+        """Single links, keyed by id."""
         self.attaching: dict[ServerSession, SingleLink] = {}
-        """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
+        """Sessions that have sent LINK, and the single links that use their connections after its reply."""
         if offered:
             store.hub.register("link", lambda one: self.open)
             store.hub.register("taken", lambda one: _taken)
@@ -62,7 +56,7 @@ class LinkRegistry(LinkWork):
     # LINK
 
     def open(self, carrier: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
-        """Make the connection of a session a link, as its LINK demands; return the reply."""
+        """Execute LINK: make the connection of a session a link; return the reply."""
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
@@ -84,12 +78,12 @@ class LinkRegistry(LinkWork):
             if not compare_digest(known.secret, secret):
                 refusal = "wrong secret"
             elif known.attempt and attempt <= known.attempt:
-                # It was delayed, or recorded, and the link has moved on since.
+                # It was delayed, or recorded and replayed.
                 refusal = f"attempt {attempt} is stale: the link is already at attempt {known.attempt}"
             elif not self._same_access(carrier, known):
                 refusal = "the link belongs to a client that authenticated differently"
             if refusal:
-                self.refuse(carrier.host, str(carrier), f"LINK refused: {refusal}")
+                self.on_refusal(carrier.host, str(carrier), f"LINK refused: {refusal}")
                 return self._reply(LINK_REFUSED, 0, refusal)
         if said.get(b"single"):
             return self._open_single(carrier, single, said, attempt)
@@ -99,7 +93,7 @@ class LinkRegistry(LinkWork):
         if said.get(b"instance"):
             return self._resume(carrier, link, said, attempt)
         if link is not None:
-            link.end("its client has started over")  # it never heard that the link exists
+            link.end("its client has started over")  # the client never got the reply to its first LINK
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
@@ -117,13 +111,13 @@ class LinkRegistry(LinkWork):
         link.seat = seat
         if place:
             self.places[seat] = link
-        if len(self.links) == 1 and self.on_link is not None:
+        if len(self.links) == 1:
             self.on_link()
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
 
     def _same_access(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
-        """Return whether a connection has authenticated as the one did that made the link."""
+        """Return whether a connection has the same access as the one that opened the link."""
         granted = self.store.hub.auth.granted
         if isinstance(known, SingleLink):
             was, access = known.session in granted, granted.get(known.session)
@@ -157,7 +151,7 @@ class LinkRegistry(LinkWork):
         if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
             link.end("its client has lost its state, or refers to a different server")
             return self._reply(UNKNOWN, 0)
-        if self.stopping:  # it would end with the connection that it has
+        if self.stopping:  # the link ends with its present connection
             link.end("the server is stopping")
             return self._reply(UNKNOWN, 0)
         link.attempt = attempt
@@ -199,7 +193,7 @@ class LinkRegistry(LinkWork):
         return pack(msgspec.json.encode(reply))
 
     def tick(self, now: float) -> bool:
-        """Acknowledge, keep alive, and end what is overdue. Returns whether there are links."""
+        """Acknowledge, keep alive, and end what is overdue; return whether there are links."""
         self.now = now
         for link in list(self.links.values()):
             link.tick(now)
@@ -212,9 +206,9 @@ class LinkRegistry(LinkWork):
         return linked + [self.singles[identity].session for identity in self.suspended]
 
     def clients(self, connections: int) -> int:
-        """Return how many clients there are, given the number of connections: ranks on links, but not the links.
+        """Return the number of clients, given the number of connections: ranks on links count, links do not.
 
-        A client whose connection is broken counts as long as it may come back.
+        A client whose connection is broken counts while its session is kept.
         """
         carriers = sum([link.carrier is not None for link in self.links.values()])
         return connections - carriers + self.sessions + len(self.suspended)
@@ -224,7 +218,7 @@ class LinkRegistry(LinkWork):
         return isinstance(session.partial, LinkInput)
 
     def go_away(self) -> None:
-        """Admit no new sessions and links, and give up links without a connection."""
+        """Admit no new sessions and links, and end links without a connection."""
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):
@@ -235,11 +229,11 @@ class LinkRegistry(LinkWork):
                 link.note()
 
     def close_all(self) -> None:
-        """End all links, at once: the server stops. Their last frames are in `Hub.pending_flush`'s sessions."""
+        """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):
-            link.say_end()
+            link.close_link()
         self.end_all()
 
     def _end_suspended(self) -> None:
@@ -248,7 +242,7 @@ class LinkRegistry(LinkWork):
 
 
 def _taken(session: ServerSession, count: int) -> None:
-    """Execute TAKEN: acknowledge the replies on a single link; see `docs/links.md`."""
+    """Execute TAKEN: acknowledge replies on a single link; see `docs/links.md`."""
     owner = session.owner
     link = owner.single if isinstance(owner, Transport) else None
     if not isinstance(link, SingleLink):

@@ -1,11 +1,11 @@
 """The server's end of one link: what each frame does, and what happens while there is no connection.
 
-Without I/O, as the sessions themselves are. It must not know how bytes travel, what time it is, or what other links
-there are: it asks its registry.
+Without I/O, like sessions. It must not know how bytes travel, what time it is, or what other links there are: it asks
+its registry.
 
-Invariants: a frame that must not be ends the link. The sessions of a link whose connection broke stay for the grace
-period, during which no item of a queue is offered to them. Everything that a link holds is counted in the budget, as
-the session's whose it is or as the link's own.
+Invariants: an invalid frame ends the link. The sessions of a link whose connection broke are kept for the grace period,
+during which no item of a queue is offered to them. Everything that a link holds is counted in the budget, for one of
+its sessions or for the link itself.
 """
 
 from collections import deque
@@ -43,20 +43,21 @@ LINK_BYTES: Final = 3 * SESSION_BYTES
 
 _MAX_TEXT: Final = 256
 _OF_ADDRESSES: Final = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.:%_-"
-"""Bytes of addresses, which may name an interface."""
+"""Characters of addresses, which may name an interface."""
 
 _MAX_HOSTS: Final = 64
+"""Most addresses whose host is remembered."""
 
 
 class LinkInput(PartialRequest):
-    """What follows LINK: a request without end."""
+    """The frames after LINK, as a request without end."""
 
     def __init__(self, link: "ServerLink", carrier: ServerSession) -> None:
         self.at = 0
         self.items = []
         self.endless = True
         self.link: ServerLink | None = link
-        """None once the link goes on elsewhere, or has ended."""
+        """None once the link has moved to another connection, or has ended."""
         self.carrier = carrier
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
@@ -72,7 +73,7 @@ class LinkInput(PartialRequest):
         if evicted:
             refusal = evicted.get(self.carrier)
             try:
-                if refusal is not None:  # by what one of its sessions did
+                if refusal is not None:  # one of its sessions has evicted it
                     raise refusal
             finally:
                 del refusal
@@ -89,7 +90,7 @@ class LinkInput(PartialRequest):
 
 
 class _LinkMemory(Holder):
-    """A link as the budget sees it: `held` are the bytes of its frames that its client has not acknowledged."""
+    """A link in the budget: `held` are the bytes of frames that its client has not acknowledged."""
 
     def __init__(self, link: "ServerLink") -> None:
         super().__init__()
@@ -104,33 +105,31 @@ class _LinkMemory(Holder):
 
 
 class ServerLink(SharedLink):
-    """The server's end of one link."""
-
     def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, place: bytes) -> None:
         super().__init__(registry)
         self.identity = identity
         self.secret = secret
         self.place = place
-        """Which relay this is: a link of the same place takes the place of this one."""
+        """Which relay this is: a new link of the same place replaces this one."""
         self.seat = ("", place)
-        """The same, with the id of its token."""
+        """Id of its token, and place."""
         self.granted = False
         """Whether its connection has authenticated."""
         self.access: Access | None = None
-        """What the connection, and with it its sessions, may do, if it has; None for everything."""
+        """The access of its connection and sessions, if it has authenticated; None for everything."""
         self.attempt: int = 0
-        """Of the LINKs for this link, the highest number; 0 if they have none."""
+        """The highest number of a LINK for this link; 0 if its client does not count."""
         self.noted = False
-        """Whether the registry will close the next batch."""
+        """Whether the registry will call `_send_noted`."""
         self._last_opened: int = 0
         self._waiting: deque[LinkedSession] = deque()
-        """Sessions with replies that did not fit; in rotation each sends a piece."""
+        """Sessions with replies that did not fit; each in turn sends a piece."""
         self._taking = False
         self._heard: float = registry.now
         self._sent: float = registry.now
         self._lost: float = registry.now
         self._hosts: dict[bytes, str] = {}
-        """By address of a rank, its host for the log."""
+        """Hosts for the log, keyed by the addresses of ranks."""
         self._memory = _LinkMemory(self)
         registry.store.budget.enter(self._memory, LINK_BYTES)
 
@@ -141,11 +140,11 @@ class ServerLink(SharedLink):
     # The connection
 
     def can_resume(self, taken: int, told: int) -> bool:
-        """Return whether both ends still have what the other has not taken."""
+        """Return whether both ends still have the batches that the other has not taken."""
         return self.peer_taken() <= taken <= self.number and told <= self.taken
 
     def attach(self, carrier: ServerSession, taken: int) -> None:
-        """Go on with a connection."""
+        """Use a connection, new or replaced."""
         self.connect(taken)
         self.carrier = carrier
         self.host = carrier.host
@@ -158,7 +157,7 @@ class ServerLink(SharedLink):
             linked.session.came_back()
 
     def detach(self) -> None:
-        """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
+        """Wait for another connection during the grace period, as this one is gone."""
         self.carrier = None
         self.skipped.connected = False
         self.disconnect()
@@ -167,13 +166,13 @@ class ServerLink(SharedLink):
             self.end("the server is stopping")
 
     def drop_carrier(self, error: PeerError) -> None:
-        """Have the connection closed, if there is one; the link goes on without."""
+        """Close the connection, if there is one; the link stays."""
         carrier = self._release_carrier()
         if carrier is not None:
             carrier.evict(error)
 
     def _release_carrier(self) -> ServerSession | None:
-        """Do without the connection, which stays; return its session, if there is one."""
+        """Detach from the connection, which stays open; return its session, if there is one."""
         carrier = self.carrier
         if carrier is not None:
             partial = carrier.partial
@@ -183,7 +182,7 @@ class ServerLink(SharedLink):
         return carrier
 
     def end(self, reason: str) -> None:
-        """End the link, have its connection closed, and end its sessions soon."""
+        """End the link, close its connection, and close its sessions soon."""
         if self.over:
             return
         self.over = True
@@ -194,18 +193,17 @@ class ServerLink(SharedLink):
         self.forget()
         self._waiting.clear()
         if self.sessions:
-            if registry.on_end is not None:
-                registry.on_end(self, reason)
+            registry.on_end(self, reason)
             registry.end_later(self.close_some)
 
     def close_some(self, most: int) -> bool:
-        """Close sessions of a link that is over, at most so many. Returns whether that is done."""
+        """Close at most `most` sessions of a link that is over; return whether all are closed."""
         for linked in list(islice(self.sessions.values(), most)):
             linked.close()
         return not self.sessions
 
-    def say_end(self) -> None:
-        """Send CLOSE for the link, and end it; its connection stays."""
+    def close_link(self) -> None:
+        """Send CLOSE for the link, and end it; its connection stays open."""
         carrier = self.carrier
         if carrier is not None:
             self.add(CLOSE, LINK, LOST)
@@ -217,7 +215,7 @@ class ServerLink(SharedLink):
     # In
 
     def take_some(self, data: bytes, at: int, end: int) -> tuple[int, int]:
-        """Handle frames, and put what they result in into the output of the connection's session."""
+        """Handle frames, and put the resulting frames into the output of the connection's session."""
         carrier = self.carrier
         assert carrier is not None
         self._heard = self.registry.now
@@ -273,12 +271,12 @@ class ServerLink(SharedLink):
         port = U16.unpack_from(payload)[0]
         if registry.sessions >= store.limits.sessions or registry.stopping:
             self.add(CLOSE, session, REFUSED)
-            if registry.on_refused is not None and not registry.stopping:
+            if not registry.stopping:
                 registry.on_refused(host, port)
             return
         crowded = store.hub.auth.crowded(self.access)
         if crowded:
-            registry.refuse(self.host, format_address(host, port), crowded)
+            registry.on_refusal(self.host, format_address(host, port), crowded)
             self.add(CLOSE, session, REFUSED)
             return
         registry.sessions += 1
@@ -286,7 +284,7 @@ class ServerLink(SharedLink):
         if self.granted:
             linked.session.grant_access(self.access)
             registry.make_way(linked.session)
-        if self.over:  # the session was one too many for the budget
+        if self.over:  # the budget evicted the link when it counted the session
             registry.end_later(self.close_some)
 
     def _describe(self, session: int, payload: bytes) -> None:
@@ -298,9 +296,9 @@ class ServerLink(SharedLink):
             linked.session.describe({printable(name): printable(text) for name, _, text in pairs})
 
     def _host(self, address: bytes) -> str:
-        """Return the host of a rank with this address there: the peer's host, unless the relay serves other hosts.
+        """Return the host of a rank for the log: its address if the relay serves other hosts, else the peer's host.
 
-        Of an address that is none, too: it would be the beginning of lines in the log.
+        An invalid address is not used: lines of the log would start with it.
         """
         host = "" if address.translate(None, _OF_ADDRESSES) else address.decode()
         if not host or is_loopback(host):
@@ -329,7 +327,7 @@ class ServerLink(SharedLink):
     # Out
 
     def note(self) -> None:
-        """Have the frames sent that were added outside of `take_some`."""
+        """Schedule sending the frames added outside of `take_some`."""
         if not self.noted and not self._taking and not self.over:
             self.noted = True
             self.registry.send_later(self._send_noted)
@@ -339,7 +337,7 @@ class ServerLink(SharedLink):
         return self.send()
 
     def send(self) -> int:
-        """Put what was added into the output of the connection's session. Return how many sessions had waited."""
+        """Put added frames into the output of the connection's session; return how many sessions had waited."""
         if self.over:
             return 0
         count = self._move_on()
@@ -352,7 +350,7 @@ class ServerLink(SharedLink):
         return count
 
     def _move_out(self, carrier: ServerSession) -> bool:
-        """Close the batch and move it to the connection's session. Returns whether there is anything to send."""
+        """Close the batch and move it to the connection's session; return whether there is anything to send."""
         self.close_batch()
         out = self.out
         if out:
@@ -365,7 +363,7 @@ class ServerLink(SharedLink):
         return len(out) > 0
 
     def _count(self) -> None:
-        """Count in the budget what the link holds, and have it evict a peer, perhaps this one, if that is too much."""
+        """Charge the budget for what the link holds. If that is too much, a peer, perhaps this one, is evicted."""
         memory = self._memory
         growth = 0 if self.over else self.held_bytes() - memory.held
         if growth:
@@ -379,7 +377,7 @@ class ServerLink(SharedLink):
                     memory.evict(error)
 
     def wait(self, linked: LinkedSession) -> None:
-        """Let a session send what did not fit, when there is credit and space, after the others that wait."""
+        """Let a session send its backlog when there is credit and space, after other waiting sessions."""
         if not linked.waiting:
             linked.waiting = True
             if linked.credit > 0:
@@ -392,9 +390,9 @@ class ServerLink(SharedLink):
             self.note()
 
     def _move_on(self) -> int:
-        """Let sessions that wait send a piece each, in rotation, while there is space; return how many.
+        """Let waiting sessions send a piece each, in rotation, while there is space; return how many did.
 
-        What exceeds a portion is left for later.
+        Pieces beyond a portion are sent later.
         """
         waiting = self._waiting
         count = 0

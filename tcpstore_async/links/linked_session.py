@@ -1,10 +1,10 @@
-"""Moving the bytes of one session on a link, as far as there is credit for them.
+"""Move the bytes of one session on a link, as far as credit allows.
 
-It knows credit, and what waits for it. It must not know what a frame looks like, or that a link breaks: to a session
-whose link has no connection, nothing is sent, and that is all.
+It knows credit, and what waits for it. It must not know what a frame looks like, or that a link breaks: while the link
+has no connection, nothing is sent.
 
-Invariant: a session on a link behaves as one on a connection of its own. What it does wrong, or what its rank does not
-read, concerns no other.
+Invariant: a session on a link behaves as one on a connection of its own. Neither its protocol errors nor a rank that
+does not read affect other sessions.
 """
 
 from math import inf
@@ -32,39 +32,39 @@ from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 _STEP_COST: Final = 250
-"""What a step of a long command costs, compared with a frame."""
+"""Cost of a step of a long command, in frames."""
 
 
 class SharedLink(Link):
-    """The server's end of a link, as the sessions on it know it."""
+    """The server's end of a link, as seen by the sessions on it."""
 
     def __init__(self, registry: LinkWork) -> None:
         super().__init__()
         self.registry = registry
         self.carrier: ServerSession | None = None
-        """The session of the connection, if there is one."""
+        """The session of its connection; None if there is none."""
         self.host: str = ""
-        """Of the connection, the last one if there is none."""
+        """Host of its connection, or of the last one."""
         self.attached_at: float = 0.0
-        """Since when there is a connection, in seconds of the server's clock."""
+        """When its connection was attached, in seconds of the server's clock."""
         self.sessions: dict[int, LinkedSession] = {}
-        """By number."""
+        """Keyed by number."""
         self.over = False
-        """Whether it has ended, though some of its sessions may still have to be closed."""
+        """Whether it has ended; some of its sessions may still have to be closed."""
         self.skipped = SkippedQueues(registry)
-        """Queues for which its sessions were passed over while there was no connection."""
+        """Queues for which its sessions were skipped while there was no connection."""
 
     def note(self) -> None:
-        """Have the frames sent soon that were added."""
+        """Schedule sending the added frames."""
         raise NotImplementedError
 
     def wait(self, linked: "LinkedSession") -> None:
-        """Let a session send what did not fit, when there is credit and space, after the others that wait."""
+        """Let a session send its backlog when there is credit and space, after other waiting sessions."""
         raise NotImplementedError
 
 
 class LinkedSession(Transport):
-    """Moves the bytes of one session on a link, as far as there is credit for them."""
+    """Moves the bytes of one session on a link."""
 
     def __init__(self, store: Store, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
@@ -74,13 +74,13 @@ class LinkedSession(Transport):
         self.allowed: int = REQUEST_CREDIT_BYTES
         """Bytes that may be received."""
         self.low: int = REQUEST_CREDIT_BYTES // 2
-        """Once `allowed` is no more than this, the rank gets credit."""
+        """The rank gets credit when `allowed` falls to this."""
         self.waiting = False
-        """Whether replies did not fit: they are in the session's backlog."""
+        """Whether replies did not fit and are in the session's backlog."""
         self.in_turn = False
-        """Whether the link will have it send a piece: if it waits, and has credit."""
+        """Whether the link will call `send_piece`: the session waits, and has credit."""
         self.queued = False
-        """Whether its link's registry will have it go on."""
+        """Whether the registry will call `resume`."""
         self.ended = False
         """Whether the rank sends no more."""
         self.closed = False
@@ -99,7 +99,7 @@ class LinkedSession(Transport):
     # In
 
     def receive(self, payload: bytes) -> None:
-        """Execute what has arrived, or hold it back if requests before it are."""
+        """Execute requests, or hold them back if earlier ones are held back."""
         session = self.session
         self.allowed -= len(payload)
         if self.allowed < 0:
@@ -117,13 +117,13 @@ class LinkedSession(Transport):
             self.link.registry.fail(self)
 
     def resume_later(self) -> None:
-        """Go on soon with requests that are held back."""
+        """Schedule `resume`."""
         if not self.queued:
             self.queued = True
             self.link.registry.resume_later(self.resume)
 
     def resume(self) -> int:
-        """Execute what was held back. Returns what that cost, compared with a frame."""
+        """Execute held-back requests; return the cost, in frames."""
         self.queued = False
         session = self.session
         if self.closed or not session.stalled() or session.table is NO_COMMANDS:
@@ -151,12 +151,12 @@ class LinkedSession(Transport):
             self.resume_later()
 
     def _fail(self, error: PeerError) -> None:
-        """Send the replies to earlier requests, let go of everything, and have the session closed."""
+        """Send the replies to earlier requests, as far as there is credit, and evict the session."""
         self._send_rest()
         self.session.evict(error)
 
     def _send_rest(self) -> None:
-        """Send what there is credit for, of a session that will be closed."""
+        """Send as much as there is credit for, before the session is closed."""
         session = self.session
         backlog = session.backlog
         while backlog is not None and self.credit > 0:
@@ -169,7 +169,7 @@ class LinkedSession(Transport):
             self.link.add_data(self.number, b"".join(first_bytes(session.out, self.credit)))
 
     def _allow_or_close(self) -> None:
-        """Allow the rank to send more, or close what it has ended."""
+        """Allow the rank to send more, or close if it has ended."""
         if self.ended:
             self.close_if_done()
         elif self.allowed <= self.low:
@@ -193,7 +193,7 @@ class LinkedSession(Transport):
             self.allowed = most
 
     def close_if_done(self) -> None:
-        """Close, unless requests or replies are still under way."""
+        """Close, unless there are still requests or replies."""
         session = self.session
         if session.out:
             self.flush()
@@ -236,7 +236,7 @@ class LinkedSession(Transport):
         return True
 
     def send_piece(self) -> bool:
-        """Send a piece of what did not fit. Returns whether there is more, and credit for it."""
+        """Send a piece of the backlog; return whether there is more, and credit for it."""
         session = self.session
         backlog = session.backlog
         if backlog is None:

@@ -1,10 +1,9 @@
-"""The client's end of a single link: what was sent and received on a connection, so that another can take its place.
+"""The client's end of a single link: the bytes sent and received on a connection, so that another can replace it.
 
 Without I/O. It must not know how bytes travel, what time it is, or what they mean.
 
-Invariant: after `resume` the server gets every byte that was sent once and in order, and so does the client; or
-`resume` raises. `sent` is changed by one step of C code at a time, or by two between which no interrupt can strike, so
-that an interrupt finds it as it is.
+Invariant: after `resume`, both ends get every byte once and in order, or `resume` raises. `sent` is changed by single
+steps of C code, or by two between which no interrupt can strike, so that an interrupt finds it consistent.
 """
 
 import errno
@@ -23,13 +22,13 @@ from .link_client import link_fields, read_reply
 _COMPILED: Final = build() == "compiled"
 
 ACKNOWLEDGED_BYTES: Final = 1024
-"""Bytes of replies after which the next request acknowledges them: the server keeps them until then."""
+"""Bytes of replies, which the server keeps, after which the next request acknowledges them."""
 
 ACKNOWLEDGED_AT_ONCE: Final = 64 * 1024
-"""Bytes of replies that are acknowledged without waiting for a request."""
+"""Bytes of replies acknowledged without waiting for a request."""
 
 UNANSWERED_BYTES: Final = 8 * 1024 * 1024
-"""Bytes of requests without a later reply from which on a client asks for one: it keeps them until then."""
+"""Bytes of requests, which the client keeps, after which it asks for a reply."""
 
 _BREAKS: Final = frozenset(
     (
@@ -42,7 +41,7 @@ _BREAKS: Final = frozenset(
         errno.ENETRESET,
     )
 )
-"""Errors of a connection that breaks. EPIPE is none: the peer has closed the connection before."""
+"""Errors of a broken connection. EPIPE is not one: the peer had closed the connection."""
 
 
 def is_break(error: BaseException | None) -> bool:
@@ -51,16 +50,14 @@ def is_break(error: BaseException | None) -> bool:
 
 
 class ClientSingleLink:
-    """The client's end of one single link."""
-
     def __init__(self) -> None:
         self.grace: float = 0.0
         """Seconds for which the server keeps the session of a broken connection."""
         self.sent: list[tuple[int, bytes, PendingCall | None]] = [(0, b"", None)]
-        """What was sent, in part at least, in order, and the call that each request is for. The first item stands for
-        what the server is known to have taken, and starts with the number of those bytes; in others that is 0."""
+        """Requests sent, at least in part, in order, each with its call. The first item stands for the bytes that the
+        server is known to have taken, and starts with their number; the others start with 0."""
         self.unanswered: int = 0
-        """About how many bytes of requests without a reply were sent since the last reply."""
+        """Approximate number of bytes of requests sent since the last reply."""
         self.received: int = 0
         """Bytes of replies since LINK."""
         self._identity = secrets.token_bytes(16)
@@ -86,14 +83,14 @@ class ClientSingleLink:
         return link_fields(items)
 
     def begun(self, raw: bytes) -> bool:
-        """Take the reply to the first LINK. Returns whether there is a link. Raises ProtocolError."""
+        """Handle the reply to the first LINK; return whether there is a link. Raises ProtocolError."""
         reply = read_reply(raw)
         self._instance = reply.instance
         self.grace = reply.grace
         return reply.status == NEW
 
     def resume(self, raw: bytes) -> bytes:
-        """Take the reply to a later LINK, and return what has to be sent again. Raises ProtocolError."""
+        """Handle the reply to a later LINK; return the bytes to send again. Raises ProtocolError."""
         reply = read_reply(raw)
         sent = list(self.sent)
         at = sent[0][0]
@@ -112,13 +109,13 @@ class ClientSingleLink:
     # Sending and receiving
 
     def note(self, data: bytes, call: PendingCall | None = None) -> None:
-        """Data was sent, in part at least."""
+        """Note that data was sent, at least in part."""
         self.sent.append((0, data, call))
 
     def answered(self, call: PendingCall) -> None:
-        """The server has taken everything up to the end of this call's request, as it has replied to that."""
+        """Note that the server has taken everything up to the request of a call, as it has replied to that."""
         total = 0
-        if _COMPILED and len(self.sent) == 2:  # no interrupt finds one of the steps below alone
+        if _COMPILED and len(self.sent) == 2:  # compiled, no interrupt strikes between the steps below
             _, data, owner = self.sent[1]
             if owner is call:
                 self.sent[0] = (self.sent[0][0] + len(data), b"", None)
@@ -133,7 +130,7 @@ class ClientSingleLink:
                 return
 
     def acknowledgement(self, least: int = ACKNOWLEDGED_BYTES) -> bytes:
-        """Return what to send before the next request; nothing if fewer bytes were received since the last one."""
+        """Return a TAKEN to send before the next request, or b"" if fewer than `least` bytes arrived since the last."""
         if self.received - self._told < least:
             return b""
         self._told = self.received

@@ -1,11 +1,11 @@
-"""The server's end of a single link: one session, whose connection may break and be replaced by the next.
+"""The server's end of a single link: one session, whose connection may break and be replaced.
 
 There are no frames: the bytes are the session's own, and both ends count them. Without I/O. It must not know how bytes
 travel, what they mean, or what time it is.
 
 Invariants: the session takes every byte of its client once and in order. Replies are kept, and counted in the budget,
 until the client has acknowledged them. A session without a connection is offered no item of a queue, and its commands
-that are under way go on.
+under way continue.
 """
 
 from math import inf
@@ -22,23 +22,23 @@ from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 SINGLE_BYTES: Final = SESSION_BYTES
-"""Bytes counted for a single link, besides its session and what it keeps."""
-
+"""Bytes counted for a single link, besides its session and unacknowledged replies."""
 
 _COPIED: Final = 1024
-"""Pieces of fewer bytes are copied together: they are acknowledged soon."""
+"""Shorter pieces are copied together: they are acknowledged soon."""
 
 _MANY_PIECES: Final = 2048
-"""With more pieces, longer ones are copied together too: acknowledging them must not take long."""
+"""With more pieces, `_COPIED_OF_MANY` applies: dropping acknowledged pieces must not take long."""
 
 _COPIED_OF_MANY: Final = 4096
+"""Shorter pieces are copied together if there are many."""
 
 MOST_PIECES: Final = 8192
-"""A link that would keep more pieces ends. Its session goes on, and ends with the connection."""
+"""A link that would keep more pieces ends. Its session then ends with the connection."""
 
 
 class _Kept(Holder):
-    """A single link as the budget sees it: `backlog` has the replies that its client has not acknowledged."""
+    """A single link in the budget: `backlog` has the replies that its client has not acknowledged."""
 
     def __init__(self, session: ServerSession) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Kept(Holder):
 
 
 class SingleLink(Keeper):
-    """Keeps a session's replies until they are acknowledged, and stands for its connection while that is broken."""
+    """Keeps a session's replies until they are acknowledged, and replaces its connection while that is broken."""
 
     def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, session: ServerSession) -> None:
         self.registry = registry
@@ -61,20 +61,20 @@ class SingleLink(Keeper):
         self.session = session
         self.single = self
         self.carrier: Transport | None = None
-        """The connection, if there is one."""
+        """The connection; None while it is broken."""
         self.received: int = 0
-        """Bytes taken from the client since LINK."""
+        """Bytes received from the client since LINK."""
         self.sent: int = 0
-        """Bytes of replies since then."""
+        """Bytes of replies since LINK."""
         self.attempt: int = 0
-        """The number of the last LINK that succeeded, if its client counts them."""
+        """The number of the last LINK that succeeded; 0 if the client does not count."""
         self.over = False
         self._kept = _Kept(session)
         self._kept_bytes: int = 0
         self._skipped = SkippedQueues(registry)
         self._lost: float = 0.0
         self._stepping = False
-        """Whether the registry will go on with the command that is under way."""
+        """Whether the registry will call `step`."""
         registry.store.budget.enter(self._kept, SINGLE_BYTES)
 
     def __str__(self) -> str:
@@ -83,11 +83,11 @@ class SingleLink(Keeper):
     # The connection
 
     def can_resume(self, taken: int) -> bool:
-        """Return whether everything that the client has not received is still there."""
+        """Return whether all bytes that the client has not received are still kept."""
         return not self.over and self.sent - self._kept_bytes <= taken <= self.sent
 
     def attach(self, carrier: Transport, session: ServerSession) -> None:
-        """Use a connection, whose own session has sent LINK: for a new link that is this one's session."""
+        """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
         mine = self.session
         if session is not mine:
             self._take_over(carrier, session)
@@ -104,12 +104,12 @@ class SingleLink(Keeper):
             carrier.resumed()
 
     def _take_over(self, carrier: Transport, session: ServerSession) -> None:
-        """Exchange sessions: that of the new connection ends, with the old connection if there is one."""
+        """Move this link's session to a new connection. That connection's own session ends, with the old connection."""
         mine = self.session
         old = self.carrier
         if old is None:
             session.leave()
-        else:  # the server has not noticed yet that it is broken
+        else:  # the server has not noticed yet that the old connection is broken
             old.single = None
             old.session = session
             session.owner = old
@@ -124,7 +124,7 @@ class SingleLink(Keeper):
         self._count_suspended(False)
 
     def detach(self) -> None:
-        """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
+        """Wait for another connection during the grace period, as this one is broken."""
         carrier = self.carrier
         assert carrier is not None
         carrier.single = None
@@ -140,11 +140,11 @@ class SingleLink(Keeper):
         if session in registry.store.hub.evicted or registry.stopping:
             self.end("")
             return
-        registry.expect_ticks()
+        registry.on_link()
         self.step_later()
 
     def _count_suspended(self, suspended: bool) -> None:
-        """Let the session count among those of its token that have no connection, or no longer."""
+        """Count the session among those of its token without a connection, or stop counting it."""
         usage = self.registry.store.hub.auth.usage_of(self.session)
         if usage is None:
             return
@@ -154,7 +154,7 @@ class SingleLink(Keeper):
             usage.suspended.pop(self.identity, None)
 
     def _forget_unsent(self) -> None:
-        """The bytes that no kernel will accept any more are among those that are kept."""
+        """Drop the unsent bytes: the link keeps them too."""
         session = self.session
         if session.backlog is not None:
             session.backlog.release()
@@ -162,7 +162,7 @@ class SingleLink(Keeper):
         session.unsent = length(session.out)
 
     def awaited_since(self) -> float:
-        return inf  # of its session, it is the transport only without a connection
+        return inf  # it is the session's transport only while there is no connection
 
     def skip_suspended(self, store: Store, queue: bytes) -> bool:
         return self._skipped.skip_suspended(store, queue)
@@ -191,7 +191,7 @@ class SingleLink(Keeper):
             kept.evict(error)
 
     def _give_up(self) -> None:
-        """End the link: its client acknowledges too little, or a reply has too many pieces."""
+        """End the link: its client acknowledges too rarely, or a reply has too many pieces."""
         carrier = self.carrier
         if carrier is None:
             self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies have not been acknowledged"))
@@ -200,12 +200,12 @@ class SingleLink(Keeper):
             carrier.single = self  # it may still acknowledge
 
     def acknowledge(self, taken: int) -> None:
-        """Drop the replies up to the byte that the client has received as the last one. Raises ProtocolError."""
+        """Drop the first `taken` bytes of replies, which the client has received. Raises ProtocolError."""
         if self.over:
             return
         if not 0 <= taken <= self.sent:
             raise ProtocolError(f"the peer acknowledged {counted(taken, 'byte')}, but {self.sent} were sent")
-        count = max(0, taken - self.sent + self._kept_bytes)  # one that is sent again says less than LINK did
+        count = max(0, taken - self.sent + self._kept_bytes)  # a TAKEN sent again has a lower number than LINK had
         self._kept_bytes -= count
         kept = self._kept
         if kept.backlog is not None and kept.backlog.took(count):
@@ -221,7 +221,7 @@ class SingleLink(Keeper):
         self.keep(out)
 
     def step_later(self) -> None:
-        """Go on with the command that is under way, for which others may wait."""
+        """Continue a command under way later, as others may wait for its end."""
         if self.session.running is not None and not self._stepping:
             self._stepping = True
             self.registry.step_later(self.step)
@@ -250,12 +250,12 @@ class SingleLink(Keeper):
     # The end
 
     def abandon(self, session: ServerSession) -> None:
-        """A connection that was to be used is gone, or did not take the reply to LINK: with it goes a new link."""
+        """End a new link whose connection is gone, or did not take the reply to LINK."""
         if session is self.session:
             self.forget()
 
     def forget(self) -> None:
-        """End the link; the session is then its connection's alone, and ends with it."""
+        """End the link; its session then ends with its connection."""
         if self.over:
             return
         self.over = True
@@ -269,11 +269,11 @@ class SingleLink(Keeper):
         registry.store.budget.forget(self._kept, SINGLE_BYTES)
 
     def end(self, reason: str) -> None:
-        """End the link and, if it has no connection, the session; `reason` is for the log, if there is one."""
+        """End the link and, if it has no connection, the session; a `reason` that is not empty is logged."""
         if self.over:
             return
         self.forget()
         if self.carrier is None:
-            if reason and self.registry.on_end is not None:
+            if reason:
                 self.registry.on_end(self, reason)
             self.session.leave()

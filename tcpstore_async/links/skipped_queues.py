@@ -1,6 +1,6 @@
-"""Queues whose items were not offered to sessions without a connection, and are offered when they have one again.
+"""Queues for which sessions without a connection were skipped. They are offered the items once they are connected.
 
-Invariant: no item is offered to a session that nobody may come back for, and none is forgotten when somebody does.
+Invariant: no item is offered to a session whose client may never come back, and none is forgotten when it does.
 """
 
 from itertools import islice
@@ -10,21 +10,21 @@ from ..session.store import Store
 from .work import LinkWork
 
 _SKIPPED_SHIFT: Final = 4
-"""Sixteen sessions are skipped in the time in which one is offered an item."""
+"""Skipping sixteen sessions takes as long as offering one item."""
 
 
 class SkippedQueues:
-    """The queues of one link."""
+    """The skipped queues of one link."""
 
     def __init__(self, registry: LinkWork) -> None:
         self.registry = registry
         self.connected = False
         """Whether the link has a connection."""
         self.queues: dict[tuple[Store, bytes], None] = {}
-        """Each with its store."""
+        """Stores and the names of queues in them, in the order of skipping."""
 
     def skip_suspended(self, store: Store, queue: bytes) -> bool:
-        """Return whether no item of a queue must be offered to a session now; see `Waiter.skip_suspended`."""
+        """Return whether a queue must skip a session now; see `Waiter.skip_suspended`."""
         if self.connected:
             return False
         self.queues[store, queue] = None
@@ -32,15 +32,15 @@ class SkippedQueues:
         return True
 
     def connect(self) -> None:
-        """There is a connection: offer soon what was not offered."""
+        """Note that there is a connection; offer the skipped items soon."""
         self.connected = True
         if self.queues:
             self.registry.offer_later(self.offer_some)
 
     def offer_some(self, most: int) -> bool:
-        """Offer items, at most so many. Returns whether that is done.
+        """Offer at most `most` items; return whether all are offered.
 
-        The sessions of other links, which these items skip in turn, cost time too.
+        Skipping sessions of other links, which may have no connection either, counts too.
         """
         registry = self.registry
         most += registry.skipped >> _SKIPPED_SHIFT

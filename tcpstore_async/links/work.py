@@ -1,7 +1,6 @@
-"""What the links of one server share, and what they leave for later.
+"""What the links of one server share, and the calls that they defer.
 
-Without I/O: the server calls `LinkWork.work` whenever `on_work` asked for it. This module must not know what a link is:
-what is left for later are calls.
+Without I/O: the server calls `LinkWork.work` after each `on_work`. This module must not know what a link is.
 
 Invariant: a portion of work takes no longer than a few milliseconds.
 """
@@ -15,10 +14,10 @@ from ..session.store import PORTION, Store
 from ..session.transport import Transport
 
 _CLOSING: Final = 8
-"""A session is closed in the time in which so many frames are handled."""
+"""Closing a session takes as long as handling this many frames."""
 
 _STEPS: Final = 4
-"""Commands that are under way and go on before other peers are served."""
+"""Commands under way continued before other peers are served."""
 
 _LINKS: Final = 256
 """Links written to before other peers are served."""
@@ -34,77 +33,65 @@ class LinkWork:
         self.grace = grace
         self.keep_alive = keep_alive
         self.sessions: int = 0
-        """Of all links, but single ones."""
+        """Sessions on all links, without those of single links."""
         self.suspended: dict[bytes, bool] = {}
-        """By id, the single links that have no connection now."""
+        """Ids of the single links that have no connection now."""
         self.skipped: int = 0
-        """How often a session was, so far."""
+        """How often sessions were skipped, so far."""
         self.now: float = 0.0
         """The time of the last `tick`, in seconds of the server's clock."""
         self.clock: Callable[[], float] | None = None
-        """Returns the time, where a second matters."""
-        self.on_work: Callable[[], object] | None = None
-        """Called when there is work after none: have `work` called soon."""
-        self.on_link: Callable[[], object] | None = None
-        """Called when there is a link after none: have `tick` called from now on, once a second."""
-        self.on_end: Callable[[object, str], object] | None = None
-        """Called when a link that still had sessions ends, with the reason."""
-        self.on_refused: Callable[[str, int], object] | None = None
-        """Called with the host and port of a rank whose session the limit does not allow."""
-        self.on_refusal: Callable[[str, str, str], object] | None = None
+        """Returns the time, more exactly than `now`."""
+        self.on_work: Callable[[], object] = ignore
+        """Called when there is work after none: call `work` soon."""
+        self.on_link: Callable[[], object] = ignore
+        """Called when there is a link after none: call `tick` once a second from now on."""
+        self.on_end: Callable[[object, str], object] = ignore
+        """Called when a link that still has sessions ends, with the reason."""
+        self.on_refused: Callable[[str, int], object] = ignore
+        """Called with the host and port of a rank whose session exceeds the limit."""
+        self.on_refusal: Callable[[str, str, str], object] = ignore
         """Called when a link, or a session on one, is refused, with the peer's host, the peer and the reason."""
         self.on_failure: Callable[[Transport], object] | None = None
-        """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
+        """Called in an exception handler to close a session that failed. Without it, the exception is raised."""
         self.stopping = False
         self._scheduled = False
         """Whether `work` will be called."""
         self._to_close: list[ServerSession] = []
-        """Connections whose links have been closed by their clients."""
+        """Connections whose links were closed by their clients."""
         self._to_end: deque[Callable[[int], bool]] = deque()
-        """Close sessions of links that are over, at most so many; return whether that is done."""
+        """Calls that close sessions of links that are over, up to a number; they return whether all are closed."""
         self._to_offer: deque[Callable[[int], bool]] = deque()
-        """Offer items, at most so many, to sessions that were passed over; return whether that is done."""
+        """Calls that offer items to skipped sessions, up to a number; they return whether all are offered."""
         self._to_resume: deque[Callable[[], int]] = deque()
-        """Execute requests that were held back; return what that cost, compared with a frame."""
+        """Calls that execute held-back requests; they return the cost, in frames."""
         self._to_step: deque[Callable[[], object]] = deque()
-        """Go on with commands of sessions that have no connection."""
+        """Calls that continue commands of sessions that have no connection."""
         self._to_send: deque[Callable[[], int]] = deque()
-        """Write to links with frames that belong to no batch yet; return how many of their sessions had waited."""
+        """Calls that send the frames of links; they return how many of their sessions had waited."""
 
     def forget_link(self, identity: bytes) -> None:
-        """Forget a link, which has ended."""
         raise NotImplementedError
 
     def forget_single(self, identity: bytes) -> None:
-        """Forget a single link, which has ended."""
         raise NotImplementedError
 
     def make_way(self, session: ServerSession) -> None:
-        """End the sessions of a new one's token that have been without a connection for longest, if there are too many.
+        """If a new session is one too many for its token, end those of the token longest without a connection.
 
-        One that resumes is not new: its token is known before that is, so it is admitted whatever is suspended.
+        A session that resumes is not new: it is admitted whatever is suspended.
         """
         raise NotImplementedError
-
-    def refuse(self, host: str, peer: str, reason: str) -> None:
-        """Report that something was refused to a peer."""
-        if self.on_refusal is not None:
-            self.on_refusal(host, peer, reason)
 
     def time(self) -> float:
         """Return the time, in seconds of the server's clock."""
         return self.now if self.clock is None else self.clock()
 
     def fail(self, transport: Transport) -> None:
-        """Close a session after an exception that is no peer's fault. To be called in its handler."""
+        """Close a session after an internal error. Call it in the exception handler."""
         if self.on_failure is None:
             raise
         self.on_failure(transport)
-
-    def expect_ticks(self) -> None:
-        """Have `tick` called: a link has no connection."""
-        if self.on_link is not None:
-            self.on_link()
 
     # For later
 
@@ -135,13 +122,12 @@ class LinkWork:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            if self.on_work is not None:
-                self.on_work()
+            self.on_work()
 
     def work(self) -> bool:
-        """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
+        """Make a portion of the deferred calls. Return whether there are more: then call it again soon.
 
-        Sessions that this gave output to are in `Hub.pending_flush`.
+        Sessions that have got output are in `Hub.pending_flush`.
         """
         while self._to_close:
             owner = self._to_close.pop().owner
@@ -151,7 +137,7 @@ class LinkWork:
             self._to_end.popleft()
         if self._to_offer and self._to_offer[0](self.portion):
             self._to_offer.popleft()
-        self._take_turns(self._to_resume, len(self._to_resume))  # those first that have waited longest
+        self._take_turns(self._to_resume, len(self._to_resume))
         for _ in range(min(len(self._to_step), _STEPS)):
             self._to_step.popleft()()
         self._take_turns(self._to_send, min(len(self._to_send), _LINKS))
@@ -172,3 +158,7 @@ class LinkWork:
         while self._to_end:
             if self._to_end[0](self.portion):
                 self._to_end.popleft()
+
+
+def ignore(*_: object) -> None:
+    """Stand in for a callback that is not set."""

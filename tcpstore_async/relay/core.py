@@ -1,15 +1,14 @@
-"""Bytes between the ranks' connections and the link: what a relay spends its time on.
+"""Move bytes between the ranks' connections and the link.
 
 Knows descriptors, credit, and when to read, write and close. Must not know what the bytes mean, nor how the upstream
 connection is made: `upstream` does.
 
-Invariants: nothing here blocks. One turn of the loop writes upstream once, whatever ranks have sent. Of a rank no more
-is kept than the link's credit. Whatever a rank does, only its own connection closes.
+Invariants: nothing here blocks. A turn of the loop writes upstream once, whatever the ranks have sent. No more bytes of
+a rank are kept than the link's credit. Whatever a rank does, only its own connection closes.
 """
 
 import asyncio
 import logging
-import math
 import os
 import select
 import socket
@@ -23,6 +22,7 @@ from ..base.addresses import format_address
 from ..base.errors import ProtocolError
 from ..base.limits import Limits
 from ..links.link_client import ClientLink, Stream
+from ..links.work import ignore
 from ..server.accepting import Acceptor
 from ..server.audit import AuditLog
 from ..server.listen_socket import reserve_connections
@@ -35,22 +35,24 @@ _read: Final = os.read
 _write: Final = os.write
 
 HEAD_BYTES: Final = 10
-"""Bytes of a rank that tell who it is: its first two requests."""
+"""First bytes of a rank, two requests, that identify it."""
 
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
 
 _READ: Final = 16 * 1024
+"""Bytes read at once from a rank that sends more."""
 
 _READS_PER_TURN: Final = 2
-"""Further reads, after which a rank that keeps sending waits for the others."""
+"""Further reads, after which a rank that keeps sending waits for its next turn."""
 
 _UPSTREAM_READ: Final = 64 * 1024
 
 _UPSTREAM_READS_PER_TURN: Final = 4
+"""Reads from the server, after which it waits for the ranks."""
 
 _RESUMED_SECONDS: Final = 0.002
-"""Time per turn of the loop for ranks that were put off; the rest of them go on in the next turn."""
+"""Time per turn of the loop for deferred ranks; the rest waits for the next turn."""
 
 _GONE: Final = 0x018
 """EPOLLERR and EPOLLHUP: neither direction of the connection works any more."""
@@ -58,12 +60,12 @@ _GONE: Final = 0x018
 _HANG_UP: Final[int] = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
 
 _CLOSING_SECONDS: Final = 10.0
-"""Seconds without progress after which a rank that does not read the last replies is closed."""
+"""Seconds without progress after which a rank that does not read its last replies is closed."""
 
 WAITING: Final = 0
-"""It is not known yet what the server can do: connections are kept, and nothing is read."""
+"""The server's capabilities are not known yet: connections are kept, and nothing is read."""
 LINKED: Final = 1
-"""The ranks' bytes go over the link, whether or not it has a connection now."""
+"""The ranks' bytes go over the link, even while that has no connection."""
 DIRECT: Final = 2
 """The server has no links: each rank gets a connection of its own."""
 
@@ -77,43 +79,43 @@ class Rank(Stream):
         super().__init__()
         self.relay = relay
         self.fd = fd
-        """-1 once it is closed."""
+        """-1 once closed."""
         self.host = host
         self.port = port
         self.queued = False
-        """Whether it will be read from when the relay comes to it; until then nothing else may read."""
+        """Whether reading is deferred to a later turn of the loop; until then nothing else may read."""
         self.starved = False
         """Whether it waits for credit."""
         self.hung_up = False
-        """The rank will send no more: read to the end, as no further event will be reported."""
+        """Whether the rank sends no more: read to the end, as no further event will be reported."""
         self.ended = False
-        """The end has been read."""
+        """Whether the end has been read."""
         self.leaving = False
-        """The server has closed: the connection lasts until the rank has read its last replies."""
+        """Whether the server has closed: the connection lasts until the rank has read its last replies."""
         self.unsent: list[bytes] | None = None
-        """Replies that the kernel has not taken, if there are any."""
+        """Replies that the kernel has not taken; None if there are none."""
         self.moved_at: float = 0.0
-        """When the kernel last took bytes of those, once it is leaving."""
+        """When the kernel last took some of `unsent`, while `leaving`."""
         self.described = relay.describe is None
-        """Whether its first bytes have told who it is, as far as they do."""
+        """Whether the rank has been described, as far as its first bytes identify it."""
         self._head: bytes = b""
-        """Its first bytes, until then."""
+        """Its first bytes, while it is not `described`."""
         self.greeting: int = 0 if relay.entry is None else len(relay.entry.greeting)
-        """How many of its first bytes are still to be read that are not passed on."""
+        """Bytes of its greeting, which is not passed on, that are still to be read."""
         self.entering: bytes | None = None
-        """What the server has replied to ENTER so far, while the rank is being put into a store with a name."""
+        """The server's reply to ENTER so far, while the rank is entering a named store."""
 
     # The rank's side
 
     def on_events(self, events: int) -> None:
-        """Handle events of the descriptor."""
         if events & WRITE:
             self.writable()
         if events != WRITE and self.fd >= 0:
             if events & ~(READ | WRITE):
                 self.hung_up = True
+                # Nothing will be read from it, and no further event is reported.
                 if events & _GONE and (self.queued or self.starved or self.leaving or self.ended):
-                    self.lose()
+                    self.abort()
                     return
             self.resume_reading()
 
@@ -128,7 +130,7 @@ class Rank(Stream):
             relay.link.send(self, relay.entry.request)
 
     def enter(self, entry: Entry, reply: bytes) -> None:
-        """Let the rank begin once the server has put it into the store, or close it."""
+        """Start reading from the rank once it is in the store, or close it if it is refused."""
         try:
             refusal = entry.refusal(reply)
         except ProtocolError as error:
@@ -143,12 +145,12 @@ class Rank(Stream):
             relay.log_limited(
                 "entering", f"closed the connection from {format_address(self.host, self.port)}: {refusal}"
             )
-            self.lose()
+            self.abort()
         else:
             relay.defer(self)
 
-    def greet(self, entry: Entry) -> bool:
-        """Read what is left of the bytes that are not passed on; return whether that is all of them."""
+    def read_greeting(self, entry: Entry) -> bool:
+        """Read the rest of the greeting, which is not passed on; return whether it is complete."""
         try:
             chunk = _read(self.fd, self.greeting)
         except BlockingIOError:
@@ -156,7 +158,7 @@ class Rank(Stream):
         except OSError:
             chunk = b""
         if not chunk or not entry.greeting.startswith(chunk, len(entry.greeting) - self.greeting):
-            self.lose()
+            self.abort()
             return False
         self.greeting -= len(chunk)
         if not self.described:
@@ -164,7 +166,7 @@ class Rank(Stream):
         return self.greeting == 0
 
     def resume_reading(self) -> None:
-        """Read what there is, as far as there is credit, up to the share of one turn of the loop."""
+        """Read and pass on bytes, up to the credit and the share of one turn of the loop."""
         if self.queued or self.ended or self.leaving:
             return
         relay = self.relay
@@ -176,7 +178,7 @@ class Rank(Stream):
                 self.open()
                 if self.queued:
                     return
-            if self.greeting and relay.entry is not None and not self.greet(relay.entry):
+            if self.greeting and relay.entry is not None and not self.read_greeting(relay.entry):
                 return
             size = min(self.credit, _READ)
             if size <= 0:
@@ -188,7 +190,7 @@ class Rank(Stream):
             except BlockingIOError:
                 return
             except OSError:
-                self.lose()
+                self.abort()
                 return
             if not chunk:
                 self.end()
@@ -201,7 +203,7 @@ class Rank(Stream):
         relay.defer(self)
 
     def describe(self, chunk: bytes) -> None:
-        """Say who the rank is, once its first bytes are there."""
+        """Describe the rank to the server, once its first bytes have arrived."""
         relay = self.relay
         head = self._head + chunk[: HEAD_BYTES - len(self._head)]
         if len(head) < HEAD_BYTES:
@@ -213,14 +215,14 @@ class Rank(Stream):
             relay.link.describe(self, relay.describe(head, self.host))
 
     def end(self) -> None:
-        """Pass on that the rank sends no more."""
+        """Tell the server that the rank sends no more."""
         self.ended = True
         relay = self.relay
         relay.poller.pause(self.fd)
         relay.link.end(self)
 
-    def lose(self) -> None:
-        """Close, and end the session: the connection is lost."""
+    def abort(self) -> None:
+        """Close, and end the session at once."""
         if self.fd >= 0:
             self.relay.link.close(self)
             self.close()
@@ -256,7 +258,7 @@ class Rank(Stream):
         except BlockingIOError:
             count = 0
         except OSError:
-            self.lose()
+            self.abort()
             return
         if count < len(data):
             self.unsent = [data[count:]]
@@ -264,7 +266,6 @@ class Rank(Stream):
         self.relay.link.consume(self, count)
 
     def writable(self) -> None:
-        """Write what was kept."""
         unsent = self.unsent
         if unsent is None:
             return
@@ -275,7 +276,7 @@ class Rank(Stream):
             self.unsent = [data]
             return
         except OSError:
-            self.lose()
+            self.abort()
             return
         if self.leaving:
             self.moved_at = time.monotonic()
@@ -320,8 +321,8 @@ class Relay:
     ) -> None:
         """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting.
 
-        With `users`, only connections of this process's user are accepted. `describe` returns what is known of a rank,
-        by its first `HEAD_BYTES` bytes and its address. `entry` puts the ranks into a store with a name.
+        With `users`, only connections of this process's user are accepted. `describe` returns what is known about a
+        rank, given its first `HEAD_BYTES` bytes and its address. With `entry`, ranks enter a named store.
         """
         self.listener = listener
         self.host: str = listener.getsockname()[0]
@@ -331,17 +332,17 @@ class Relay:
         self.link: ClientLink = make_link()
         self.state = WAITING
         self.ranks: dict[int, Rank] = {}
-        """By file descriptor."""
+        """Keyed by file descriptor."""
         self.silent: dict[Rank, None] = {}
         """Ranks that have sent nothing: OPEN goes with their first bytes, so that the server wakes once for both."""
         self.leaving: dict[Rank, None] = {}
         """Ranks that have not read their last replies."""
         self.max_files: int = 0
-        """Connections that it can hold; known once it has started."""
+        """Connections that it can hold; 0 until it starts."""
         self.count: int = 0
-        """Connections of ranks that are open."""
+        """Open connections of ranks."""
         self.tried = asyncio.Event()
-        """Set once it is known how the first attempt to reach a server has ended."""
+        """Set when the first attempt to reach a server has ended."""
         self.refusal: str = ""
         """Why the last attempt was refused for good; empty if it was not."""
         self.empty = asyncio.Event()
@@ -349,13 +350,13 @@ class Relay:
         self.empty.set()
         self.stopped = False
         self.heard = False
-        """Whether anything has come from upstream since `tick`."""
-        self.on_lost: Callable[[str], object] | None = None
-        """Called when the upstream connection is lost, with the reason; the link is disconnected then."""
-        self.on_broken: Callable[[str], object] | None = None
-        """Called when the link itself cannot go on, with the reason."""
-        self.on_direct: Callable[[int, str, int], object] | None = None
-        """Takes over a rank's connection while the state is DIRECT."""
+        """Whether anything has been received from upstream since `Upstream` reset this."""
+        self.on_lost: Callable[[str], object] = ignore
+        """Called with the reason when the upstream connection is lost; the link is already disconnected."""
+        self.on_broken: Callable[[str], object] = ignore
+        """Called with the reason when the link cannot be resumed."""
+        self.on_direct: Callable[[int, str, int], object] = ignore
+        """Takes over the descriptor, host and port of a rank's connection while the state is DIRECT."""
         self.users = users
         self.describe = describe
         self.entry = entry
@@ -368,15 +369,15 @@ class Relay:
         self._upstream = -1
         """The descriptor of the link's connection."""
         self._upstream_ended = False
-        """The server will send no more on it: read to the end, as no further event will be reported."""
+        """Whether the server sends no more on it: read to the end, as no further event will be reported."""
         self._unsent: bytes = b""
         """Bytes for it that the kernel has not taken."""
         self._to_read: deque[Rank] = deque()
-        """Ranks that have more to read."""
+        """Ranks with more to read."""
         self._resuming = False
         """Whether `_resume` will be called."""
 
-    # Called by whoever runs it
+    # Called by its owner
 
     def start(self) -> None:
         """Accept connections from now on."""
@@ -417,18 +418,18 @@ class Relay:
     # Called by `upstream`
 
     def connect(self, fd: int) -> None:
-        """Go on with a connection, which the server has accepted as the link's."""
+        """Use a connection that the server has accepted as the link's."""
         self._upstream = fd
         self._upstream_ended = False
         self._unsent = b""
         self.heard = True
         self.poller.watch(fd)
-        self._set_state(LINKED)
+        self.set_state(LINKED)
         self.flush()
         self._resume_soon()
 
     def disconnect(self) -> None:
-        """Do without the connection; whoever made it closes it."""
+        """Stop using the connection, which `Upstream` closes."""
         fd = self._upstream
         if fd >= 0:
             self._upstream = -1
@@ -437,43 +438,33 @@ class Relay:
             self.link.disconnect()
 
     def ranks_on_link(self) -> int:
-        """Return how many ranks use the link, those included that have sent nothing yet."""
+        """Return how many ranks use the link, including silent ones."""
         return len(self.link.streams) + len(self.silent)
 
-    def go_direct(self) -> None:
-        """Give ranks connections of their own from now on."""
-        self._set_state(DIRECT)
-
     def wait_if_direct(self) -> None:
-        """Keep new connections until it is known again whether the server has links, if it had none."""
+        """If the server had no links, keep new connections until it is known whether it has now."""
         if self.state == DIRECT:
             self.state = WAITING
 
     def abandon_link(self) -> None:
-        """Close all ranks on the link, as if the server had died, and be ready for another one."""
+        """Close all ranks on the link, as if the server had died, and make a new link."""
         self.disconnect()
         self.state = WAITING
         self.close_ranks()
         self.link = self.make_link()
 
     def close_ranks(self) -> None:
-        """Close all ranks but those with connections of their own."""
+        """Close all ranks except those with connections of their own."""
         for rank in list(self.ranks.values()):
             rank.close()
         self._to_read.clear()
-        self._close_waiting_since(math.inf)
+        for fd, _, _ in self.take_waiting():
+            os.close(fd)
+            self.left()
 
-    def close_waiting(self, seconds: float, reason: str = "the relay has no server yet; the rank may retry") -> None:
-        """Close the connections that have waited for so long, or whose ranks have given up."""
-        self._close_waiting_since(time.monotonic() - seconds, reason)
-
-    def take_waiting(self) -> list[tuple[int, str, int]]:
-        """Return the connections that wait, each with its address, for the caller to serve; they stay counted."""
-        waiting = self._waiting
-        self._waiting = []
-        return [(fd, host, port) for fd, host, port, _ in waiting]
-
-    def _close_waiting_since(self, latest: float, reason: str = "") -> None:
+    def close_waiting(self, seconds: float) -> None:
+        """Close connections that have waited for `seconds`, or whose ranks have given up."""
+        latest = time.monotonic() - seconds
         waiting = self._waiting
         self._waiting = []
         for entry in waiting:
@@ -483,19 +474,27 @@ class Relay:
                 continue
             os.close(fd)
             self.left()
-            if since <= latest < math.inf:
-                self.log_limited("waiting", f"closed the connection from {format_address(host, port)}: {reason}")
+            if since <= latest:
+                address = format_address(host, port)
+                text = f"closed the connection from {address}: the relay has no server yet; the rank may retry"
+                self.log_limited("waiting", text)
+
+    def take_waiting(self) -> list[tuple[int, str, int]]:
+        """Hand over the waiting connections, each with its address; they stay counted."""
+        waiting = self._waiting
+        self._waiting = []
+        return [(fd, host, port) for fd, host, port, _ in waiting]
 
     def end_link(self) -> None:
-        """End a link that has no ranks: a server that is about to stop waits for its connections to end."""
+        """End a link without ranks: a server that is about to stop waits for its connections to end."""
         self.link.close_link()
         self.flush()
         self._break("the server is about to stop")
 
     def tick(self) -> None:
-        """Do what is due once in a while: close ranks that do not read their last replies, and open silent ones.
+        """Close ranks that do not read their last replies, and open sessions for silent ones.
 
-        The server limits how many there are, and for how long they may be silent.
+        The server limits how many sessions there are, and how long they may be silent.
         """
         self.audit.flush_due()
         if self.silent:
@@ -517,12 +516,11 @@ class Relay:
                     rank.close()
 
     def acknowledge(self) -> None:
-        """Show the server that the relay is alive, and what it has taken."""
+        """Acknowledge what the server has sent, which also shows that the relay is alive."""
         self.link.acknowledge()
         self.flush()
 
     def left(self) -> None:
-        """Stop counting a connection."""
         self.count -= 1
         if not self.count:
             self.empty.set()
@@ -530,7 +528,7 @@ class Relay:
     # Called by the poller
 
     def ready(self, reported: list[tuple[int, int]]) -> None:
-        """Serve the descriptors that the poller reports, each with its events, and then write upstream once."""
+        """Serve the reported descriptors, each with its events, then write upstream once."""
         ranks = self.ranks
         link = self.link
         for fd, events in reported:
@@ -540,7 +538,7 @@ class Relay:
                 continue
             rank = ranks.get(fd)
             if rank is None:
-                continue  # it was closed, or is the link's last connection
+                continue  # it was closed, or is the link's previous connection
             try:
                 if (
                     events != READ
@@ -566,7 +564,7 @@ class Relay:
             except BlockingIOError:
                 pass
             except OSError:
-                rank.lose()
+                rank.abort()
             except Exception:
                 self._give_up(rank)
         self.flush()
@@ -574,7 +572,7 @@ class Relay:
     # Called by ranks
 
     def defer(self, rank: Rank) -> None:
-        """Go on reading from a rank in a later turn of the loop, when the link takes more."""
+        """Continue reading from a rank in a later turn of the loop, when the link has room."""
         if not rank.queued and not rank.ended and not rank.leaving:
             rank.queued = True
             self._to_read.append(rank)
@@ -589,7 +587,6 @@ class Relay:
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        """Read from ranks that were put off."""
         self._resuming = False
         to_read = self._to_read
         end = time.perf_counter() + _RESUMED_SECONDS
@@ -609,10 +606,10 @@ class Relay:
         self._resume_soon()
 
     def _give_up(self, rank: Rank) -> None:
-        """Close a connection after an exception that is no rank's fault, so that the others are served on."""
+        """Close a connection after an internal error, so that the others are still served."""
         address = format_address(rank.host, rank.port)
         log.exception("closing the connection from %s after an internal error", address)
-        rank.lose()
+        rank.abort()
 
     def flush(self) -> None:
         """Write upstream what ranks have sent."""
@@ -653,7 +650,7 @@ class Relay:
             self._read_upstream()
 
     def _read_upstream(self) -> None:
-        """Take what the server has sent, up to the share of one turn of the loop."""
+        """Read from the server, up to its share of one turn of the loop."""
         fd = self._upstream
         self.heard = True
         for _ in range(_UPSTREAM_READS_PER_TURN):
@@ -679,7 +676,7 @@ class Relay:
             self._resume_soon()
 
     def _take_rest(self, fd: int) -> None:
-        """Take what the server sent before it closed the connection: the last replies, and whether it has stopped."""
+        """Read what the server sent before it closed the connection: last replies, and whether it has stopped."""
         while self._upstream == fd:
             try:
                 chunk = _read(fd, _UPSTREAM_READ)
@@ -694,7 +691,7 @@ class Relay:
             self.flush()
 
     def _take(self, chunk: bytes) -> bool:
-        """Hand bytes to the link; return whether it goes on."""
+        """Pass bytes to the link; return whether it still lasts."""
         link = self.link
         try:
             link.receive(chunk)
@@ -715,21 +712,18 @@ class Relay:
 
     def _lose_upstream(self, reason: str) -> None:
         self.disconnect()
-        if self.on_lost is not None:
-            self.on_lost(reason)
+        self.on_lost(reason)
 
     def _break(self, reason: str) -> None:
         self.disconnect()
-        if self.on_broken is not None:
-            self.on_broken(reason)
+        self.on_broken(reason)
 
     # Accepting
 
-    def _set_state(self, state: int) -> None:
+    def set_state(self, state: int) -> None:
+        """Serve waiting and new ranks as LINKED or DIRECT says."""
         self.state = state
-        waiting = self._waiting
-        self._waiting = []
-        for fd, host, port, _ in waiting:
+        for fd, host, port in self.take_waiting():
             try:
                 self._admit(fd, host, port)
             except Exception as error:
@@ -739,7 +733,7 @@ class Relay:
 
     def _serve(self, fd: int, host: str, port: int) -> None:
         """Serve a new connection, or close it if there are too many."""
-        needed = self.count + 1 if self.state != DIRECT else 2 * self.count + 2
+        needed = self.count + 1 if self.state != DIRECT else 2 * self.count + 2  # files: one more to the server each
         if needed > self.max_files:
             self.log_limited(
                 "connections",
@@ -755,7 +749,7 @@ class Relay:
             self.empty.clear()
 
     def _is_same_user(self, fd: int, host: str, port: int, users: PeerUsers) -> bool:
-        """Return whether a new connection comes from a process of this process's user; log one that does not."""
+        """Return whether a new connection belongs to this process's user; log one that does not."""
         connection = socket.socket(fileno=fd)
         try:
             user = users.look_up(connection)
@@ -776,16 +770,13 @@ class Relay:
     def _admit(self, fd: int, host: str, port: int) -> None:
         if self.state == WAITING:
             self._waiting.append((fd, host, port, time.monotonic()))
-        elif self.state == LINKED:
-            self._admit_to_link(fd, host, port)
-        elif self.on_direct is not None:
+        elif self.state == DIRECT:
             self.on_direct(fd, host, port)
-
-    def _admit_to_link(self, fd: int, host: str, port: int) -> None:
-        rank = Rank(self, fd, host, port)
-        self.poller.watch(fd)
-        self.ranks[fd] = rank
-        self.silent[rank] = None
+        else:
+            rank = Rank(self, fd, host, port)
+            self.poller.watch(fd)
+            self.ranks[fd] = rank
+            self.silent[rank] = None
 
 
 def _has_hung_up(fd: int) -> bool:

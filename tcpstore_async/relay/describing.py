@@ -1,7 +1,7 @@
-"""Who the ranks of this host are, for the server: read where PyTorch's clients do not say it.
+"""Describe the ranks of this host to the server, as PyTorch's clients do not introduce themselves.
 
-It knows that PyTorch's client sends its process id right after VALIDATE, and the environment of a process of this
-machine. It must not know links. What cannot be found out is left out.
+It knows that PyTorch's client sends its process id right after VALIDATE, and how to read the environment of a process
+of this machine. It must not know links. Unknown facts are left out.
 """
 
 import socket
@@ -19,8 +19,10 @@ _VALIDATE: Final = BY_METHOD["validate"].opcode
 _PING: Final = BY_METHOD["ping"].opcode
 
 _MOST_HOSTS: Final = 64
+"""Most addresses for which it is remembered whether they are local."""
+
 _LONGEST: Final = 200
-"""Characters of a value: a name or a number."""
+"""Most characters of a value: a name or a number."""
 
 _VARIABLES: Final = {
     "rank": "RANK",
@@ -31,7 +33,7 @@ _VARIABLES: Final = {
 
 
 def describer() -> Callable[[bytes, str], dict[str, str]]:
-    """Return a function that says who a rank is, by its first ten bytes and its address."""
+    """Return a function that describes a rank, given its first ten bytes and its address."""
     name = socket.gethostname()[:_LONGEST]
     local: dict[str, bool] = {}
 

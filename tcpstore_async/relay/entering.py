@@ -1,6 +1,6 @@
-"""Putting the ranks of a relay into a store with a name, since PyTorch's client can say none.
+"""Enter a named store for the ranks of a relay, as PyTorch's client cannot name one.
 
-The relay sends ENTER for each rank, after a VALIDATE of its own in place of the rank's. This module knows these two
+The relay sends a VALIDATE of its own, in place of the rank's, and ENTER for each rank. This module knows these two
 commands; it must not know descriptors or links.
 
 Invariant: nothing that a rank sends reaches the server before the rank is in the store.
@@ -18,7 +18,7 @@ _MOST_REPLY: Final = 64 * 1024
 
 
 class Entry:
-    """What is sent for each rank before its own bytes, and how the reply is read."""
+    """The bytes sent for each rank before its own, and the decoder of the reply."""
 
     def __init__(self, name: str) -> None:
         store = StoreName(name)
@@ -27,11 +27,11 @@ class Entry:
         command, fields = store.request()
         self.name = name
         self.greeting: bytes = validate.prefix + validate.request.encode((MAGIC,))
-        """What each rank sends first, which is not passed on."""
+        """What each rank sends first. Not passed on."""
         self.request: bytes = self.greeting + command.prefix + command.request.encode(fields)
 
     def refusal(self, reply: bytes) -> str | None:
-        """Return why a rank is not in the store, by the server's reply; empty if it is, None if there is more to come.
+        """Return why the server refused a rank, "" if it is in the store, or None if the reply is incomplete.
 
         Raises ProtocolError.
         """

@@ -1,7 +1,8 @@
-"""Forwarding a client's connection to a server over one of its own, unchanged.
+"""Forward a client's connection to a server, unchanged, over a connection of its own.
 
-It knows asyncio's transports; it must not know the protocol, or who watches the bytes. Invariants: bytes arrive in
-order and whole; who does not read is not sent to; the end of one direction is passed on, and the other goes on.
+It knows asyncio's transports; it must not know the protocol, or who watches the bytes. Invariants: bytes arrive
+complete and in order; a side that does not read is not written to; the end of one direction is passed on and leaves the
+other open.
 """
 
 import asyncio
@@ -13,23 +14,23 @@ from ..base.deadline import backoff
 from ..client.connect import keep_alive
 
 _MOST_EARLY: Final = 64 * 1024
-"""Bytes of a client that are kept while its connection to the server is being made."""
+"""Most bytes of a client kept while its connection to the server is being made."""
 
 
 class ForwardedConnection:
-    """A client's connection, and that to the server which belongs to it.
+    """A client's connection, and its connection to the server.
 
-    `client` is the protocol of the client's transport. Subclasses may observe what happens by overriding `accepted`,
-    `passed`, `ended`, `failed` and `lost`.
+    `client` is the protocol of the client's transport. Subclasses may override `accepted`, `passed`, `ended`, `failed`
+    and `lost` to observe what happens.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[socket.socket]]) -> None:
-        """`connect` returns a socket that is connected to the server, or raises OSError."""
+        """`connect` returns a socket connected to the server, or raises OSError."""
         self.client = _Side(self, True)
         self.server = _Side(self, False)
         self.client.other, self.server.other = self.server, self.client
         self.early: list[bytes] | None = []
-        """What the client sent before there was a connection to the server; None since."""
+        """What the client sent before the connection to the server was made; None from then on."""
         self._connect_to_server = connect
         self._early_bytes = 0
         self._connecting: asyncio.Task[None] | None = None
@@ -39,11 +40,10 @@ class ForwardedConnection:
     # What subclasses observe
 
     def accepted(self, address: str) -> None:
-        """Begin to serve a client at this address."""
+        """Start serving a client at this address."""
         self._connecting = asyncio.get_running_loop().create_task(self._connect(address))
 
     def passed(self, by_client: bool, data: bytes) -> None:
-        """Forward bytes."""
         if by_client and self.early is not None:
             self.early.append(data)
             self._early_bytes += len(data)
@@ -53,10 +53,10 @@ class ForwardedConnection:
             (self.server if by_client else self.client).write(data)
 
     def failed(self, address: str, error: OSError) -> None:
-        """Learn that the client at `address` could not be connected to the server yet."""
+        """Note that an attempt to connect the client at `address` to the server has failed; another follows."""
 
     def ended(self, by_client: bool) -> None:
-        """Learn that one side sends no more."""
+        """Note that one side sends no more."""
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         """Close the other side too."""
@@ -65,23 +65,22 @@ class ForwardedConnection:
             self._connecting.cancel()
         (self.server if by_client else self.client).close(reset=error is not None)
 
-    # Called by whoever forwards
+    # Called by its owner
 
     def close(self) -> None:
-        """Close both connections."""
         self.lost(True, None)
         self.client.close(reset=False)
 
     # Called by the two sides
 
     def awaits_server(self) -> bool:
-        """Whether the first attempt to connect to the server is under way."""
+        """Return whether the first attempt to connect to the server is under way."""
         return self.early is not None and self._failures == 0
 
     async def _connect(self, address: str) -> None:
-        """Connect to the server, as often as it takes: a client that has enough of that closes its connection.
+        """Connect to the server, retrying until the client closes its connection.
 
-        One that has sent all it has before the first attempt ended is no such client.
+        A client that ends its direction during the first attempt is kept until that has ended: it may await replies.
         """
         while True:
             try:
@@ -122,7 +121,7 @@ class _Side(asyncio.Protocol):
             self._owner.accepted(str((transport.get_extra_info("peername") or ("unknown",))[0]))
 
     def peer(self) -> Any:
-        """Return the socket of a connection that has been made, not to be read or written."""
+        """Return the socket of an established connection, which must not be read or written."""
         assert self._transport is not None
         return self._transport.get_extra_info("socket")
 
@@ -130,7 +129,7 @@ class _Side(asyncio.Protocol):
         self._owner.passed(self._is_client, data)
 
     def eof_received(self) -> bool:
-        """Pass on that the peer sends no more; keep the connection open for what it still receives."""
+        """Pass on that the peer sends no more; keep the connection open for what the peer still receives."""
         self.finished = True
         self._owner.ended(self._is_client)
         if self.other.finished:

@@ -1,20 +1,19 @@
-"""Ports on loopback that stand for stores with names, for clients that can say no name: PyTorch's C++ client.
+"""Ports on loopback that stand for named stores, for clients that cannot name one: PyTorch's C++ client.
 
-What connects to such a port is in its store: a process beside this one forwards the bytes, since some methods of that
-client hold this process's GIL while they wait. It knows VALIDATE, which the client sends and the server has had; it
-must not know other commands, or who uses the port.
+A connection to such a port is in its store: a process beside this one forwards the bytes, as some methods of that
+client hold this process's GIL while they wait. The module knows VALIDATE, which the client sends but the server has
+already received; it must not know other commands, or who uses the port.
 
-Invariants: a port listens before anybody learns of it. Only this user's processes are served, where the kernel says
-whose a connection is: the process presents its token for them. It ends when this one does, in whatever way. A port is
-given up when all its clients have gone or, if it is a lasting one, when it is closed, and then who is connected stays
-so; one that cannot be served harms no other. Clients whose store ends learn of it by the end of their connection; why
-it has ended is one line on standard error.
+Invariants: a port listens before a client learns of it. Only this user's processes are served, if the kernel reports
+the owners of connections: the forwarding process presents its token for them. It ends when this process does, in
+whatever way. A port closes when all its clients have left or, if it is a lasting one, when it is closed; connected
+clients then stay connected. A port that cannot be served harms no other. When a store ends, the connections of its
+clients are closed; one line on standard error says why.
 """
 
 import array
 import asyncio
 import atexit
-import contextlib
 import json
 import os
 import resource
@@ -44,13 +43,15 @@ from .forwarding import ForwardedConnection
 
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128
+
 _LONGEST: Final = 64 * 1024
+"""Most bytes of an order."""
 
 _LAST_WORDS: Final = 1.0
-"""Seconds that are left, when the process ends, for finding out why a store has ended."""
+"""Seconds that the process has, when it ends, to find out why stores have ended."""
 
 _CREDENTIALS: Final = (TOKEN, TOKEN_FILE, CA, CERT, KEY)
-"""Variables that may have changed since the process that forwards was started."""
+"""Variables that may have changed since the forwarding process was started."""
 
 _PROGRAM: Final = """# the ports of this job's stores with names
 import sys
@@ -68,7 +69,7 @@ _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent)
 
 
 Admits = Callable[[socket.socket], bool]
-"""Whether a connection is served."""
+"""Returns whether a connection is served."""
 
 
 # In the process that uses the ports
@@ -78,7 +79,7 @@ _lock = RLock()
 
 
 def listen() -> socket.socket:
-    """Return a socket that listens on a port of 127.0.0.1 that the kernel has chosen."""
+    """Return a socket that listens on a free port of 127.0.0.1."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))
@@ -92,10 +93,10 @@ def listen() -> socket.socket:
 def open_port(
     server: ServerUrl, name: StoreName, listener: socket.socket, token: str = "", until: socket.socket | None = None
 ) -> int:
-    """Have the port of `listener`, which is closed here, stand for a store that is there; return the port.
+    """Make the port of `listener`, which is closed here, stand for an existing store; return the port.
 
     Without a `token`, that of the environment is presented. With `until`, one end of a pair, the port lasts until the
-    other end is shut. Raises DistNetworkError.
+    other end is shut down. Raises DistNetworkError.
     """
     order = _order(server, name, token)
     with _lock, listener:
@@ -104,7 +105,7 @@ def open_port(
         try:
             try:
                 _running().sendmsg([order], rights)
-            except OSError:  # it was killed
+            except OSError:  # the forwarding process was killed: start another one
                 _forget()
                 _running().sendmsg([order], rights)
         except (OSError, subprocess.SubprocessError) as error:
@@ -115,16 +116,16 @@ def open_port(
 
 
 def _order(server: ServerUrl, name: StoreName, token: str = "") -> bytes:
-    """Return what the process that forwards is told of a port."""
+    """Return the message that makes the forwarding process serve a port."""
     shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
     return json.dumps([*server, name.name, name.incarnation, token, shown]).encode()
 
 
 class LastingPort:
-    """A port that stands for a store until it is closed, however many clients come and go."""
+    """A port that stands for a store until it is closed, whatever its clients do."""
 
     def __init__(self, server: ServerUrl, name: str, token: str = "") -> None:
-        """Raises DistNetworkError."""
+        """Open the port. Raises DistNetworkError."""
         self._end, other = socket.socketpair()
         with other:
             try:
@@ -134,13 +135,13 @@ class LastingPort:
                 raise
 
     def close(self) -> None:
-        """Give the port up. Connections stay as long as their store. Idempotent."""
+        """Close the port; connections last until their store ends. Idempotent."""
         with self._end, suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)  # works even if a child holds a copy
 
 
 def _running() -> socket.socket:
-    """Return the control socket of the process that forwards, which is started if need be."""
+    """Return the control socket of the forwarding process, starting it if necessary."""
     global _control
     if _control is None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -170,7 +171,7 @@ def _forget() -> None:
 
 
 def _forked() -> None:
-    """In a child, whose copy must not keep the process running."""
+    """In a forked child: close its copy, which would keep the forwarding process running."""
     global _lock
     _lock = RLock()
     _forget()
@@ -180,7 +181,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _leave_open() -> None:
-    """At exit: C++ code may use a port for longer than Python runs. The kernel closes the socket after that."""
+    """At exit: leave the socket to the kernel, as C++ code may use a port for longer than Python runs."""
     global _control
     if _control is not None:
         _control.detach()
@@ -194,9 +195,9 @@ atexit.register(_leave_open)
 
 
 def main(control_fd: int, admits: Admits) -> None:
-    """Forward until the other end of the control socket is closed, for the connections that are admitted."""
+    """Forward connections that `admits` accepts until the other end of the control socket is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what is sent to all processes of a job: the ranks may need the store
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of a job, whose ranks may still need the store
     with socket.socket(fileno=control_fd) as control:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -253,7 +254,7 @@ class _Port:
         self.token: str = token
         self.listener = listener
         self.until = until
-        """Readable when a lasting port is to be given up; None if this is none."""
+        """Readable when a lasting port should close; None for a port that is not lasting."""
         self.ports = ports
         self.admits = admits
         self.connections = 0
@@ -271,7 +272,7 @@ class _Port:
             loop.add_reader(self.until, self.close)
 
     async def connect(self) -> socket.socket:
-        """Return a connection that is in the store. Raises OSError if there can be none."""
+        """Return a connection that has entered the store. Raises OSError."""
         try:
             deadline = Deadline(DEFAULT_TIMEOUT.total_seconds())
             name = self.name.of_a_guest()
@@ -289,7 +290,7 @@ class _Port:
         return peer
 
     def explain(self) -> None:
-        """Say once why the server has closed a connection that is in the store, unless its owner wanted that."""
+        """Print once why the server has closed connections of the store, unless the store's owner closed it."""
         if not self._explained:
             self._explained = True
             task = asyncio.get_running_loop().create_task(self._explain())
@@ -301,11 +302,11 @@ class _Port:
             (await self.connect()).close()
         except OSError as error:
             if not str(error).endswith(CLOSED):
-                with contextlib.suppress(OSError, ValueError):  # nobody may read it
+                with suppress(OSError, ValueError):  # standard error may be closed
                     print(f"tcpstore: {self._lost(error)}", file=sys.stderr, flush=True)
 
     def _lost(self, error: OSError) -> str:
-        """Return what has become of the connections, and what to do."""
+        """Return what happened to the connections, and what to do."""
         name = spelled(self.name.name)
         if isinstance(error, ConnectionRefusedError):
             return (
@@ -331,7 +332,7 @@ class _Port:
 
 
 class _Connection(ForwardedConnection):
-    """A client's connection, and one that is in the store."""
+    """A client's connection, and one that has entered the store."""
 
     def __init__(self, port: _Port) -> None:
         super().__init__(port.connect)

@@ -1,9 +1,9 @@
-"""Telling ranks why their relay has no server: it refuses the relay's token for good, or TLS cannot be agreed on.
+"""Tell ranks why their relay has no server: the server refuses its token for good, or TLS cannot be agreed on.
 
-A rank's connection is served as by a server that admits nobody: it can ask who the server is, and is told the reason;
-anything else closes it. This module knows sessions and asyncio's transports; it must not know links.
+A rank's connection is served as by a server that admits no client: it can ask for the server's identity, which has the
+reason; anything else closes it. This module knows sessions and asyncio's transports; it must not know links.
 
-Invariant: such a connection ends soon, whatever its rank does, and makes the relay hold little until then.
+Invariant: such a connection ends soon, whatever its rank does, and holds little memory until then.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from ..session.store import Store
 from ..wire.commands import EXTENSION
 
 SECONDS: Final = 10.0
-"""Time after which a rank that asks nothing is closed."""
+"""Time after which a rank is closed."""
 
 _MOST_UNSENT: Final = 64 * 1024
-"""Bytes of replies that the kernel may not have taken."""
+"""Most bytes of replies that the kernel has not taken."""
 
 
 class Refusal:
-    """What the ranks are told that connect while the relay can use no server."""
+    """Serves ranks that connect while the relay can use no server."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Refusal:
         log: Callable[[str], object],
         left: Callable[[], object],
     ) -> None:
-        """`connections` are those that are open. `log` logs why one was closed; `left` is called when one has ended."""
+        """`connections` are the open ones. `log` logs why one was closed; `left` is called when one has ended."""
         self.reason = reason
         self.log = log
         self.left = left
@@ -50,13 +50,10 @@ class Refusal:
         self.connections = connections
 
     def serve(self, fd: int, host: str, port: int) -> None:
-        """Take over the connection of a rank."""
         RefusedConnection(self, host, port).start(socket.socket(fileno=fd))
 
 
 class RefusedConnection(asyncio.Protocol):
-    """A rank's connection."""
-
     def __init__(self, refusal: Refusal, host: str, port: int) -> None:
         self.refusal = refusal
         self.session = ServerSession(refusal.store, None, host, port, time.monotonic())

@@ -1,6 +1,6 @@
-"""Assembling a relay on a running loop, and running one in a process of its own.
+"""Assemble a relay on a running loop, and run one in a process of its own.
 
-Knows which parts make a relay, and what names this one. Must not know the command line.
+Knows the parts of a relay, and what identifies this one. Must not know the command line.
 Invariant: when `relay` or `run` ends, in whatever way, the port is free and nothing is left behind.
 """
 
@@ -35,9 +35,10 @@ from .upstream import Upstream
 log = logging.getLogger("tcpstore_async.server")
 
 _CANCEL_SECONDS: Final = 0.05
+"""Time between two attempts to cancel a task."""
 
 _FIRST_SECONDS: Final = 5.0
-"""Time for the first attempt to reach the server, until the relay says that it is ready, whatever that will bring."""
+"""Time for the first attempt to reach the server, after which the relay reports that it is ready in any case."""
 
 _NOTHING_TO_RELOAD: Final = (
     "SIGHUP: the relay has nothing to reload, because it rereads its files each time it connects to its server; "
@@ -57,14 +58,13 @@ async def relay(
     tls: TlsFiles | None = None,
     store: str = "",
 ) -> AsyncIterator[Relay]:
-    """Run a relay on the running loop for as long as the context lasts; `.port` is its port.
+    """Run a relay on the running loop while the context lasts; `.port` is its port.
 
-    `servers`, hosts and ports, are tried in order. `listener`, a TCP socket that is listening, takes the place of
-    `host` and `port`; it is closed at the end. `same_user` rejects connections of other users' processes, and of other
-    hosts. `token` is called for every connection and returns what it presents; by default that is the token of the
-    environment. With `tls`, connections to the servers are encrypted. Ranks are put into the `store` of this name, if
-    one is given. Raises DistNetworkError if the address cannot be had, if one of the files of `tls` cannot be used, or
-    if `same_user` is not possible on this system.
+    `servers`, hosts and ports, are tried in order. `listener`, a listening TCP socket, replaces `host` and `port`; it
+    is closed at the end. `same_user` rejects connections of other users' processes, and of other hosts. `token` is
+    called for every connection and returns the token to present, by default that of the environment. With `tls`,
+    connections to the servers are encrypted. Ranks enter the named `store`, if one is given. Raises DistNetworkError
+    if the address is unavailable, if a file of `tls` cannot be used, or if the system does not support `same_user`.
     """
     client_tls = None if tls is None else ClientTls(tls)
     listening = listener if listener is not None else listen(host, port)
@@ -73,7 +73,7 @@ async def relay(
         if where in servers:
             raise DistNetworkError(f"{format_address(*where)} is the relay's own address, not a server's")
         users = inherited.enter_context(closing(PeerUsers())) if same_user else None
-        place = f"{this_network()}/{format_address(*where)}"  # the same for the relay that comes after this one
+        place = f"{this_network()}/{format_address(*where)}"  # a restarted relay has the same
         running = Relay(
             listening,
             partial(ClientLink, place, _description()),
@@ -93,7 +93,7 @@ async def relay(
             running.stop()
             upstream.close()
             while connecting is not None and not connecting.done():
-                connecting.cancel()  # `asyncio.wait_for` may miss it when an attempt fails just then
+                connecting.cancel()  # `asyncio.wait_for` may swallow it if an attempt fails at the same time
                 await asyncio.wait([connecting], timeout=_CANCEL_SECONDS)
             if client_tls is not None:
                 await client_tls.close()
@@ -115,11 +115,11 @@ async def run(
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
-    With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
-    holds the other end. `same_user`, `token`, `tls` and `store` are as for `relay`. `ready` is called once connections
-    are accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the
-    address, or the socket `fd`, cannot be had, or if `same_user` is not possible, and AccessDeniedError if the first
-    attempt shows that the server refuses the relay's token, or that one end does not accept the other's TLS.
+    With `owner_fd`, a pipe or socket whose other end the starting process holds, signals are ignored, and the relay
+    ends when the other end is closed. `same_user`, `token`, `tls` and `store` are as for `relay`. `ready` is called
+    once connections are accepted. A socket passed by systemd replaces the address. Raises DistNetworkError if the
+    address or the socket `fd` is unavailable, or the system does not support `same_user`, and AccessDeniedError if, at
+    the first attempt, the server refuses the relay's token, or one end does not accept the other's TLS.
     """
     if owner_fd is None:
         signals = watch_signals()
@@ -135,7 +135,7 @@ async def run(
         tune_gc()
         await _first_attempt(running, signals)
         ready(running)
-        if owner_fd is not None:  # the service manager, if there is one, is the owner's
+        if owner_fd is not None:  # a service manager would be the owner's
             await drain_when_told(signals, _drain(running, grace), lambda: None)
             return
         where = format_address(running.host, running.port)
@@ -144,10 +144,10 @@ async def run(
 
 
 async def _first_attempt(running: Relay, signals: "asyncio.Queue[signal.Signals]") -> None:
-    """Wait a moment, or until a signal, for the first attempt to reach the server. Raises AccessDeniedError.
+    """Wait briefly, or until a signal, for the first attempt to reach the server. Raises AccessDeniedError.
 
-    A server that cannot be reached may start later, but a token that it refuses, or a certificate that one end does not
-    accept, is a mistake that somebody has to mend.
+    An unreachable server may start later, but a refused token, or a certificate that one end does not accept, is a
+    mistake that the user must correct.
     """
     trying = asyncio.ensure_future(running.tried.wait())
     told = asyncio.ensure_future(signals.get())
@@ -161,7 +161,7 @@ async def _first_attempt(running: Relay, signals: "asyncio.Queue[signal.Signals]
 
 
 def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:
-    """Warn of a relay that others than the ranks of this host can reach."""
+    """Warn if the relay is reachable from other hosts."""
     host, port = listener.getsockname()[:2]
     if not same_user and not is_loopback(host):
         log.warning(
@@ -172,7 +172,7 @@ def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:
 
 
 def _watch_owner(fd: int) -> "asyncio.Queue[signal.Signals]":
-    """Ignore signals; return a queue that gets a SIGINT when `fd` ends."""
+    """Ignore signals; return a queue that receives SIGINT when the other end of `fd` is closed."""
     ignore_signals()
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()

@@ -1,10 +1,10 @@
-"""The relay's connection to its server: which one, what it can do, and what happens when the connection breaks.
+"""Keep the relay connected to a server: choose it, find out what it can do, and resume the link when it breaks.
 
-It knows LINK and the two commands that ask a server who it is. It must not know how ranks' bytes travel.
+It knows LINK and the commands that identify a server and authenticate. It must not know how ranks' bytes travel.
 
-Invariants: LINK is sent only to a server that has it. A link goes on after its connection broke for as long as the
-server keeps it, and no longer; then its ranks are closed, as if the server had died. No rank waits for a server that
-refuses the relay for good: it is told so.
+Invariants: LINK is sent only to a server that has it. A broken link is resumed while the server keeps it, and no
+longer; then its ranks are closed, as if the server had died. No rank waits for a server that refuses the relay for
+good: it is told so.
 """
 
 import asyncio
@@ -29,29 +29,31 @@ from ..links.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.tls import is_mismatch
 from ..wire.commands import BY_METHOD, MAGIC
-from .core import LINKED, Relay
+from .core import DIRECT, LINKED, Relay
 from .forwarding import ForwardedConnection
 from .refusing import Refusal, RefusedConnection
 
 _ATTEMPT_SECONDS: Final = 10.0
-"""Time to connect to one server and be answered."""
+"""Time to connect to one server and receive its reply to LINK."""
 
 _WAITING_SECONDS: Final = 30.0
-"""Seconds after which a rank for which there is no server has to connect again. PyTorch's client retries until its
-timeout, but waits without one once it is connected."""
+"""Seconds without a server after which a rank is closed and must connect again. PyTorch's client retries until its
+timeout, but once connected it waits without a timeout."""
 
 _TICK_SECONDS: Final = 1.0
+"""Longest time between two ticks."""
 
 _MISSED: Final = 3
-"""Keep-alive intervals without a byte after which the connection is dead."""
+"""Keep-alive intervals without a byte after which the connection counts as lost."""
 
 _MOST_REPLY: Final = 64 * 1024
 """Bytes of the longest identity, or reply to LINK."""
 
 _READY: Final = b"\x00"
+"""The reply of CHECK if all keys exist: the server is ours."""
 
 _ALL: Final = ("::", "0.0.0.0")
-"""What listens on these listens on every address of the host."""
+"""Hosts that stand for every address of this machine."""
 
 _U64: Final = Struct("<Q")
 
@@ -59,11 +61,11 @@ log = logging.getLogger("tcpstore_async.server")
 
 
 class _RefusedError(Exception):
-    """The server does not accept the link."""
+    """The server cannot be used for the link."""
 
 
 class Upstream:
-    """Keeps a relay connected to the first of its servers that can be reached."""
+    """Keeps a relay connected to the first reachable one of its servers."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Upstream:
         token: Callable[[], bytes] = bytes,
         tls: ClientTls | None = None,
     ) -> None:
-        """`servers` are hosts and ports; `token` returns what to present to them, empty for nothing.
+        """`servers` are hosts and ports; `token` returns the token to present to them, empty for none.
 
         With `tls`, connections to them are encrypted.
         """
@@ -81,36 +83,35 @@ class Upstream:
         self.tls = tls
         self.servers = servers
         self.direct: set[_DirectConnection] = set()
-        """The connections of ranks without a link."""
+        """Connections of ranks, while the server has no links."""
         self.refused: set[RefusedConnection] = set()
-        """The connections of ranks that are told why the server has refused the relay."""
-        self._server = servers[0]
-        """The one that was reached last."""
-        self._reconsider = asyncio.Event()
-        """Set when a server without links may have been replaced."""
+        """Connections of ranks that are told why the server has refused the relay."""
+        self.server = servers[0]
+        """The last one reached."""
+        self.reconsider = asyncio.Event()
+        """Set when a server without links may have been replaced: ask it again."""
         self._over = asyncio.Event()
         """Set when the link's connection is lost."""
-        self._reason = ""
         self._refusal: Refusal | None = None
-        """What ranks are told that connect now, if no server can be used until somebody mends that."""
+        """Serves ranks while no server can be used until a mistake is corrected; else None."""
         self._grace = 0.0
         self._keep_alive: float = 0.0
         self._heard: float = 0.0
-        """When something was last received on the link, as far as `_tick` knows, in seconds of the loop's clock."""
+        """When `_tick` last noticed that something was received on the link, in seconds of the loop's clock."""
         self._sent: float = 0.0
-        """The same for what was sent."""
+        """When `_tick` last noticed that something was sent."""
         self._number: int = 0
-        """The number of the last batch that had been sent then."""
+        """The last batch sent by then."""
         self._ticking: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._announced = ""
-        """The last message about what was reached, which is not repeated."""
+        """The last message about the server reached, which is not repeated."""
         relay.on_lost = self._lost
         relay.on_broken = self._broken
         relay.on_direct = self._forward
 
     async def run(self) -> None:
-        """Connect, and connect again, until cancelled."""
+        """Connect, and reconnect, until cancelled."""
         failures = 0
         try:
             while True:
@@ -126,16 +127,16 @@ class Upstream:
             self._cancel_giving_up()
 
     def close(self) -> None:
-        """Close the connections of ranks without a link."""
+        """Close the connections of ranks that are not on a link."""
         for connection in list(self.direct):
             connection.close()
         for refused in list(self.refused):
             refused.close()
 
     async def _connect_and_hold(self) -> bool:
-        """Connect to one of the servers, and return once that connection is over.
+        """Connect to one of the servers, and wait until that connection is over.
 
-        Returns whether it was of use: another one is tried at once.
+        Returns whether it was of use; then the next attempt follows at once.
         """
         causes: list[str] = []
         refusals = 0
@@ -146,20 +147,20 @@ class Upstream:
                 causes.append(f"{format_address(*server)}: {_cause(error)}")
                 if isinstance(error, (AccessDeniedError, TlsFailed)) and error.final:
                     refusals += 1
-                    if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self._server:
-                        self._give_up(_cause(error))  # a certificate may be mended while the link lasts
+                    if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self.server:
+                        self._give_up(_cause(error))  # not for TlsFailed: a certificate may be corrected in time
                 continue
             self._note_refusal("")
             with closing(peer):
                 if reply is None:
                     peer.close()
-                    self._server = server
+                    self.server = server
                     await self._go_without_links()
                     return True
                 return await self._hold(reply)
         tried = "; ".join(causes)
         refused = refusals == len(causes)
-        if not refused or self.relay.tried.is_set():  # else the relay ends with this error
+        if not refused or self.relay.tried.is_set():  # otherwise the relay exits with this error
             self.relay.log_limited("upstream", f"cannot connect to {tried}; retrying")
         self._note_refusal(tried if refused else "")
         if self._refusal is not None:
@@ -168,7 +169,7 @@ class Upstream:
         return False
 
     def _note_refusal(self, reason: str) -> None:
-        """Note how an attempt has ended: why the relay can use no server, until somebody mends that, or nothing."""
+        """Note the outcome of an attempt: why no server can be used until a mistake is corrected, or ""."""
         relay = self.relay
         relay.refusal = reason
         relay.tried.set()
@@ -180,15 +181,15 @@ class Upstream:
             self._refusal = Refusal(text, self.refused, partial(relay.log_limited, "refused"), relay.left)
 
     def _candidates(self) -> list[tuple[str, int]]:
-        """Return the servers in the order in which they are tried: first the one that has the link."""
+        """Return the servers in the order of attempts: first the one that has the link."""
         if self._giving_up is None:
             return self.servers
-        return [self._server, *(server for server in self.servers if server != self._server)]
+        return [self.server, *(server for server in self.servers if server != self.server)]
 
     # Reaching a server
 
     async def _reach(self, server: tuple[str, int]) -> tuple[socket.socket, LinkReply | None]:
-        """Connect to a server; the reply to LINK, or None if it has no links.
+        """Connect to a server; return the socket and the reply to LINK, or None if the server has no links.
 
         Raises OSError, ProtocolError, AccessDeniedError and _RefusedError.
         """
@@ -226,16 +227,16 @@ class Upstream:
             raise
 
     def _is_own(self, peer: socket.socket) -> bool:
-        """Return whether a connection leads to the relay itself, perhaps by a name such as localhost."""
+        """Return whether a connection leads to the relay itself, even by a name such as localhost."""
         own = self.relay.host
         host, port = peer.getpeername()[:2]
         local = host == peer.getsockname()[0]
         return port == self.relay.port and (own == host or (own in _ALL and local))
 
     async def _open_link(self, peer: socket.socket, server: tuple[str, int], describes: bool) -> LinkReply:
-        """Make the connection that of the link, or of a new one if the server does not know it any more.
+        """Resume the link on a connection, or open a new one if the server no longer knows it; return the reply.
 
-        `describes` is whether the server takes descriptions of ranks.
+        `describes` is whether the server accepts descriptions of ranks.
         """
         relay = self.relay
         loop = asyncio.get_running_loop()
@@ -260,15 +261,15 @@ class Upstream:
         raise ProtocolError(f"unexpected status {reply.status!r} in the reply to LINK")
 
     def _check_that_link_may_end(self, server: tuple[str, int]) -> None:
-        """Raise _RefusedError if this server lacks the link because another one has it, which may come back."""
-        if self._giving_up is not None and server != self._server:
-            raise _RefusedError(f"it does not recognize the link established with {format_address(*self._server)}")
+        """Raise _RefusedError if another server, which may come back, has the link."""
+        if self._giving_up is not None and server != self.server:
+            raise _RefusedError(f"it does not recognize the link established with {format_address(*self.server)}")
 
     # A link
 
     def _carry_on(self, peer: socket.socket, server: tuple[str, int], reply: LinkReply) -> None:
-        """Have the relay use a connection that the server has accepted as the link's."""
-        self._server = server
+        """Let the relay use a connection that the server has accepted as the link's."""
+        self.server = server
         self._cancel_giving_up()
         self._grace = reply.grace
         self._over.clear()
@@ -279,7 +280,7 @@ class Upstream:
         self.relay.connect(peer.fileno())
 
     async def _hold(self, reply: LinkReply) -> bool:
-        """Serve the link until its connection is over; return whether anything was taken from it."""
+        """Serve the link until its connection is over; return whether it carried anything."""
         relay = self.relay
         link = relay.link
         taken = link.taken
@@ -300,7 +301,7 @@ class Upstream:
         self._ticking = loop.call_later(min(_TICK_SECONDS, self._keep_alive / 2), self._tick)
 
     def _tick(self) -> None:
-        """Do what is due once in a while; keep the connection alive, or notice that it is not."""
+        """Keep the connection alive, give it up if the server is silent, and tick the relay."""
         self._expect_tick()
         relay = self.relay
         relay.tick()
@@ -318,9 +319,9 @@ class Upstream:
             relay.acknowledge()
 
     def _lost(self, reason: str) -> None:
-        """The connection is lost: the link goes on if there is another one in time."""
+        """Handle the loss of the connection: the link can be resumed within its grace period."""
         if self.relay.ranks_on_link():
-            where = format_address(*self._server)
+            where = format_address(*self.server)
             text = f"lost the link to {where}: {reason}; will try for up to {self._grace:g} s to resume it"
             self.relay.log_limited("lost", text)
             self._cancel_giving_up()
@@ -341,7 +342,7 @@ class Upstream:
         count = relay.ranks_on_link()
         log.warning(
             "the link to %s has ended: %s; closing %s",
-            format_address(*self._server),
+            format_address(*self.server),
             reason,
             counted(count, "connection"),
         )
@@ -356,34 +357,26 @@ class Upstream:
     # Without links
 
     async def _go_without_links(self) -> None:
-        """Give each rank a connection of its own, until the server may have been replaced."""
+        """Give each rank a connection of its own, until `reconsider`."""
         relay = self.relay
         if relay.state == LINKED:
             self._give_up("the server has been replaced by one that does not support links")
-        where = format_address(*self._server)
+        where = format_address(*self.server)
         self._announce(f"{where} does not support links: each rank gets a connection of its own")
-        self._reconsider.clear()
-        relay.go_direct()
-        await self._reconsider.wait()
+        self.reconsider.clear()
+        relay.set_state(DIRECT)
+        await self.reconsider.wait()
 
     def _forward(self, fd: int, host: str, port: int) -> None:
-        """Take over the connection of a rank."""
         if not self.direct:
-            self._reconsider.set()  # it costs little to ask again when nobody depends on the answer
+            self.reconsider.set()  # no rank depends on the present server, so asking again costs little
         connection = _DirectConnection(self)
         self.direct.add(connection)
         connection.start(fd)
 
-    def reconsider(self) -> None:
-        """Find out again what the server can do: a rank has lost it, or could not be connected to it."""
-        self._reconsider.set()
-
     async def connect(self) -> socket.socket:
-        """Return a socket that is connected to the server that was reached last. Raises OSError."""
-        return await open_connection(*self._server, self.tls)
-
-    def server_address(self) -> str:
-        return format_address(*self._server)
+        """Return a socket connected to the last server reached. Raises OSError."""
+        return await open_connection(*self.server, self.tls)
 
     def _announce(self, text: str) -> None:
         if text != self._announced:
@@ -392,7 +385,7 @@ class Upstream:
 
 
 class _DirectConnection(ForwardedConnection):
-    """A rank's connection in front of a server without links."""
+    """A rank's connection to a server without links."""
 
     def __init__(self, upstream: Upstream) -> None:
         super().__init__(upstream.connect)
@@ -413,16 +406,15 @@ class _DirectConnection(ForwardedConnection):
 
     def failed(self, address: str, error: OSError) -> None:
         upstream = self.upstream
-        upstream.relay.log_limited(
-            "direct", f"cannot connect to {upstream.server_address()} for {address}, retrying: {_cause(error)}"
-        )
-        upstream.reconsider()
+        where = format_address(*upstream.server)
+        upstream.relay.log_limited("direct", f"cannot connect to {where} for {address}, retrying: {_cause(error)}")
+        upstream.reconsider.set()
         if time.monotonic() - self._since >= _WAITING_SECONDS:
             self.close()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         if not by_client and not self.client.finished and not self._over:
-            self.upstream.reconsider()
+            self.upstream.reconsider.set()
         self._over = True
         super().lost(by_client, error)
         self._leave()
@@ -434,7 +426,7 @@ class _DirectConnection(ForwardedConnection):
 
 
 async def _identify(peer: socket.socket) -> Identity | None:
-    """Ask a server, on a new connection, who it is; None if it is not one of ours.
+    """Ask a server, on a new connection, for its identity; None if it is not one of ours.
 
     Raises OSError, ProtocolError, and AccessDeniedError if it requires TLS.
     """
@@ -452,11 +444,11 @@ async def _identify(peer: socket.socket) -> Identity | None:
 async def _authenticate(
     peer: socket.socket, identity: Identity | None, token: bytes, clear_to: tuple[str, int] | None
 ) -> None:
-    """Present a token, to a server that checks it. Raises OSError, ProtocolError and AccessDeniedError.
+    """Present a token to a server that checks it. Raises OSError, ProtocolError and AccessDeniedError.
 
-    `clear_to` is the server's address if others could read the token on its way.
+    `clear_to` is the server's address if others could read the token in transit.
 
-    A server without links checks none, so no rank gets a connection of its own that would need the token.
+    Servers without links do not check tokens, so ranks with connections of their own need none.
     """
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError("it does not check tokens, so the token was not sent")

@@ -1,7 +1,7 @@
-"""Accepting connections on a loop, many in one turn of it, as raw descriptors.
+"""Accepting connections on a loop, many per turn, as raw descriptors.
 
 Knows listening sockets and the errors of `accept`. Must not know what a connection is for.
-Invariant: whatever a connection, or the system, does, accepting goes on with the next one, or after a pause.
+Invariant: no error ends accepting: it continues with the next connection, or after a pause.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from ..base.addresses import format_address, unmapped
 from .listen_socket import CONNECTION_ERRORS
 
 _ACCEPTS_PER_TURN: Final = 128
-"""Connections accepted in one turn: with one per turn, new ones would wait while old ones are busy."""
+"""Connections accepted per turn of the loop: with one, new connections would wait behind busy ones."""
 
-_ACCEPT_PAUSE: Final = 0.1
-"""Seconds without accepting after the system refused a descriptor or memory."""
+ACCEPT_PAUSE: Final = 0.1
+"""Seconds without accepting after the system refused a descriptor, memory or a thread."""
 
 
 class Acceptor:
@@ -31,10 +31,10 @@ class Acceptor:
         served: Callable[[], None] | None,
         log: Callable[[str, str], None],
     ) -> None:
-        """`serve` gets the descriptor, host and port of each connection, and closes what it does not want.
+        """Call `serve` with the descriptor, host and port of each connection; it closes what it rejects.
 
-        If it raises, it has left the descriptor open. `served` is called after some connections. `log` gets a kind of
-        message, which is rate-limited, and the message.
+        If `serve` raises, it has left the descriptor open. `served` is called after each batch of connections. `log`
+        gets a kind, whose messages are rate-limited together, and the message.
         """
         self._loop = loop
         self.listener = listener
@@ -60,6 +60,12 @@ class Acceptor:
         self.pause()
         self.listener.close()
 
+    def hold(self, reason: str) -> None:
+        """Log the reason and accept nothing for a moment: the system lacks descriptors, memory or threads."""
+        self._log("accept", f"cannot accept connections for now: {reason}")
+        self.pause()
+        self._loop.call_later(ACCEPT_PAUSE, self.resume)
+
     def _accept(self) -> None:
         # socket.accept() wraps each descriptor in a socket object: 2.5 µs of the 17 that the start of a rank costs.
         accept = self.listener._accept  # type: ignore[attr-defined]
@@ -71,14 +77,14 @@ class Acceptor:
             except OSError as error:
                 if error.errno in CONNECTION_ERRORS:
                     continue
-                self._log("accept", f"cannot accept connections for now: {error.strerror}")
-                self.pause()
-                self._loop.call_later(_ACCEPT_PAUSE, self.resume)
+                self.hold(error.strerror or str(error))
                 break
             try:
                 self._serve(fd, unmapped(address[0]), address[1])
             except Exception as error:
                 os.close(fd)
                 self._log("accept", f"rejected {format_address(address[0], address[1])}: {error!r}")
+            if not self._accepting:  # `serve` has paused it
+                break
         if self._served is not None:
             self._served()

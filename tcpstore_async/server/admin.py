@@ -1,15 +1,14 @@
 """The admin socket: answers who is connected and who waits for what, beside the port that the ranks use.
 
-Knows a Unix socket, requests and portions of replies. Must not know what follows from the facts that it passes on.
-Invariants: the store's peers are served between two portions, and whoever asks and does not read holds up nobody. It
-works when the server has as many connections as it can hold. Nothing here changes anything, unless a store with a name
-is to be dropped. What each process asks for is a line of the audit log.
+Knows a Unix socket, requests and portions of replies. Must not draw conclusions from the facts that it passes on.
+Invariants: the store's peers are served between two portions, and a client that does not read delays no other. It works
+when the server has as many connections as it can hold. Only a request to drop a named store changes anything. The audit
+log has a line for each process's requests.
 
-A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`, the reply some lines of JSON: what
-is known of the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`. `{"error": "…"}`
-ends it early. `"store": "…"` asks for what is in the store of that name; without it, sessions, counters and samples are
-those of all stores, and keys and barriers those of the store without a name. `"drop": "…"` ends the store of that name
-first.
+A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`. The reply is lines of JSON: facts
+about the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`; `{"error": "…"}` ends
+it early. `"store": "…"` selects a named store; without it, sessions, counters and samples are those of all stores, and
+keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name.
 """
 
 import asyncio
@@ -43,60 +42,62 @@ from .service_times import Histogram, ServiceTimes
 log = logging.getLogger("tcpstore_async.server")
 
 _READ_SECONDS: Final = 10.0
-"""Time for a request."""
+"""Time to receive a request."""
 
 _WRITE_SECONDS: Final = 60.0
 """Time for the peer to read a portion."""
 
 _CLOCK_SECONDS: Final = 0.2
-"""Time between two settings of the history's clock: reading it for each poll would cost as much as all notes."""
+"""Time between two updates of the history's clock: reading the time for each poll would cost as much as all notes."""
 
 _SERIAL_BITS: Final = 24
-"""Bits of the serial number of a session that count those of one store."""
+"""Low bits of a session's serial number, which count the sessions of one store."""
 
 _MOST_PEERS: Final = 16
 
 _MONITOR: Final = "monitor"
+"""The part of a reply that is a stream of samples."""
+
 _MOST_MONITORS: Final = 4
+
 _SAMPLE_SECONDS: Final = 0.1
 """Time between two portions of samples."""
 
 _MOST_LISTED: Final = 32
-"""Waits, keys or stores that are listed of those that are the longest, largest or oldest."""
+"""Most waits, keys or stores in a list of the longest, largest or oldest."""
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 _NOTHING: Final = "invalid request: empty"
-"""From who has only looked whether there is a server."""
+"""A request from a client that only checked whether the server is there. Not logged."""
 
 _MOST_AUDITED: Final = 256
-"""Requests that are remembered so that they are logged once."""
+"""Most requests remembered so that they are logged once."""
 
 _MOST_LOGGED: Final = 200
-"""Characters of a request that are logged."""
+"""Most logged characters of a request."""
 
 _CREDENTIALS: Final = struct.Struct("3i")
-"""What SO_PEERCRED returns: process, user and group."""
+"""The value of SO_PEERCRED: process, user and group."""
 
 _HIGH_WATER: Final = 256 * 1024
+"""Unsent bytes from which on a reply waits for its client to read."""
 
 _AT_ONCE: Final = 64 * 1024
-"""Bytes of a reply that are sent together: each time, this process and the peer's wake up for it."""
+"""Bytes of a reply sent together: each write wakes this process and the client."""
 
 _SHARE: Final = 10
-"""A reply may take one in so many seconds of the loop from the peers of a busy server. One that takes a tenth of a
-second is complete within one."""
+"""A reply may take one in this many seconds of the loop from the peers of a busy server: 0.1 s of work takes 1 s."""
 
 _IDLE_SECONDS: Final = 0.00005
-"""A turn of the loop that is shorter serves hardly anybody."""
+"""A shorter turn of the loop serves hardly any peers."""
 
 
 class Request(msgspec.Struct):
-    """What is asked for: parts of the reply, in order."""
-
     ask: list[str]
+    """Parts of the reply, in order."""
     every: int = 1
-    """For `monitor`: of so many commands one is sent."""
+    """For `monitor`: one command in this many is sent."""
     values: bool = False
     """For `monitor`: whether values are sent."""
     store: str | None = None
@@ -105,10 +106,10 @@ class Request(msgspec.Struct):
 
 @asynccontextmanager
 async def admin_socket(server: Server, path: str | None) -> AsyncIterator[None]:
-    """Have a server observed, and answer at its admin socket, for as long as the context lasts.
+    """Observe a server, and answer at its admin socket, while the context lasts.
 
-    Without a path it is that of `admin_path.default_path`; if that cannot be had, the server has no admin socket, and a
-    warning is logged. The empty path is for none. Raises DistNetworkError if a path that was given cannot be had.
+    `path` is by default that of `admin_path.default_path`; if that is unavailable, a warning is logged and the server
+    has no admin socket. An empty path means none. Raises DistNetworkError if a given path is unavailable.
     """
     if path == "":
         yield
@@ -133,7 +134,7 @@ class Admin:
     """The admin socket of one server."""
 
     def __init__(self, server: Server, path: Path) -> None:
-        """Listen, and have the server observed. Raises DistNetworkError."""
+        """Listen, and observe the server. Raises DistNetworkError."""
         self.server = server
         self.path = path
         self._listener = close_on_fork(admin_path.listen(path))
@@ -142,15 +143,15 @@ class Admin:
         self._began = time.monotonic()
         self._times = ServiceTimes()
         self._lag = Histogram()
-        """How late the loop comes to what is due."""
+        """How late the loop runs what is due."""
         self._due: float = 0.0
-        """When the clock is to be set next."""
+        """When `_set_clock` is due."""
         self._accepting: asyncio.AbstractServer | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._peers: set[asyncio.Task[None]] = set()
         self._monitors: set[Monitor] = set()
         self._audited: set[tuple[str, str]] = set()
-        """Users, with their processes, and what they have asked for."""
+        """Users with their processes, and their requests."""
         self._closed = False
         with server.lock:
             self.history = History(server.store)
@@ -166,7 +167,7 @@ class Admin:
         self._accepting = await asyncio.start_unix_server(self._accept, sock=self._listener)
 
     async def close(self) -> None:
-        """Answer no more, and remove the socket."""
+        """Stop answering, and remove the socket."""
         self._closed = True
         if os.getpid() == self._pid:
             admin_path.remove(self.path, self._identity)
@@ -181,7 +182,7 @@ class Admin:
             await asyncio.wait(list(self._peers))
 
     def _observe(self, store: NamedStore) -> None:
-        """Have a new store observed. The more there are, the less is remembered of each."""
+        """Observe a new store. The more stores there are, the shorter their histories."""
         named = self.server.named
         history = History(store, MOST_BYTES // len(named.stores), named.created << _SERIAL_BITS)
         history.now = self.history.now
@@ -229,7 +230,7 @@ class Admin:
                 request = f"there are already {_MOST_MONITORS} monitors"
         lines, size = [], 0
         began = time.perf_counter()
-        due = 0.0  # seconds for the peers until the reply goes on
+        due = 0.0  # seconds that the store's peers get before the reply continues
         for fact in self._facts(request):
             if fact:
                 lines.append(_encode(fact))
@@ -247,12 +248,12 @@ class Admin:
         await _write(writer, b"".join(lines))
         if writer.can_write_eof():
             writer.write_eof()
-        await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer has everything when it closes
+        await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer closes once it has the whole reply
 
     async def _watch(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send samples of commands until the peer sends something, or goes.
+        """Send samples of commands until the peer sends something, or leaves.
 
-        What comes while the peer does not read is dropped, beyond what the monitor holds.
+        While the peer does not read, samples beyond what the monitor holds are dropped.
         """
         monitor = Monitor(time.time, request.every, request.values, store=request.store)
         store = self.server.store
@@ -278,22 +279,23 @@ class Admin:
                 await ended
 
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
-        """Log who has asked for what: each drop, anything else once for each process."""
+        """Log a request: each drop, and anything else once per process."""
         user = _user(writer)
         if isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
             asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
-            if (user, asked) in self._audited:  # as by `stat`, each second
+            if (user, asked) in self._audited:  # `tcpstore stat` repeats its request each second
                 return
             if len(self._audited) >= _MOST_AUDITED:
                 self._audited.clear()
             self._audited.add((user, asked))
+        text = f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}"
         with self.server.lock:
-            self.server.note_admin(user, f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
+            self.server.log_audit(user, text, logging.INFO)
 
     async def _request(self, reader: asyncio.StreamReader) -> Request | str:
-        """Return the request, or what is wrong with it."""
+        """Return the request, or an error."""
         if len(self._peers) > _MOST_PEERS:
             return f"there are already {_MOST_PEERS} other clients"
         try:
@@ -303,7 +305,7 @@ class Admin:
             return f"invalid request: {error}"
 
     def _facts(self, request: Request | str) -> Iterator[dict[str, Any]]:
-        """Yield the reply, each line computed with the server's lock. Empty ones are not sent."""
+        """Yield the lines of the reply, each computed with the server's lock. Empty ones are not sent."""
         if isinstance(request, str):
             yield {"error": request}
             return
@@ -350,7 +352,7 @@ class Admin:
         yield {"end": True}
 
     def _stats(self, statistics: Statistics) -> Iterator[dict[str, Any]]:
-        """Yield empty portions, and at last all counters."""
+        """Yield empty portions while counting, then all counters."""
         for _ in statistics.count():
             yield {}
         server, links = self.server, self.server.links
@@ -408,17 +410,17 @@ def _encode(fact: dict[str, Any]) -> bytes:
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Send lines, and wait until the peer has read most of what was sent before. Raises OSError and TimeoutError."""
+    """Send lines; wait while more than `_HIGH_WATER` bytes are unsent. Raises OSError and TimeoutError."""
     transport = writer.transport
-    if transport.is_closing():  # to write would be a RuntimeError of uvloop's
+    if transport.is_closing():  # uvloop would raise RuntimeError on a write
         raise ConnectionResetError("the peer has gone")
     writer.write(data)
-    if transport.get_write_buffer_size() > _HIGH_WATER:  # else it would take a turn of the loop
+    if transport.get_write_buffer_size() > _HIGH_WATER:  # drain() always costs a turn of the loop
         await asyncio.wait_for(writer.drain(), _WRITE_SECONDS)
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process has, 0 if the system does not say."""
+    """Return the resident memory of this process in bytes, 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -427,7 +429,7 @@ def resident_bytes() -> int:
 
 
 def _user(writer: asyncio.StreamWriter) -> str:
-    """Return which process of which user has connected, as the kernel knows it."""
+    """Return which user and process have connected, as reported by the kernel."""
     if not hasattr(socket, "SO_PEERCRED"):
         return "unknown user"
     try:

@@ -1,9 +1,9 @@
-"""Where the admin socket of a server is: the file that a server makes, and that others find by the server's port.
+"""The path of a server's admin socket, which other processes find by the server's port.
 
-Knows files and who owns them. Must not know what is said over the socket.
-Invariants: without a path of the user's choice, the file is in a folder that only this user can enter. A file that is
-in place already is replaced only if it is a socket at which nobody listens; it appears under its name when somebody
-does. It is removed by the server that made it, unless another one has replaced it.
+Knows files and their owners. Must not know what is said over the socket.
+Invariants: the default path is in a folder that only this user can enter. An existing file is replaced only if it is a
+socket on which no process listens; the new one appears under its name once it listens. The server that made it removes
+it, unless another one has replaced it.
 """
 
 import os
@@ -16,13 +16,13 @@ from typing import Final
 from ..base.errors import DistNetworkError
 
 _MOST_BYTES: Final = 107
-"""Of the path of a socket, on Linux; a little more than elsewhere."""
+"""Longest path of a socket on Linux; other systems allow slightly less."""
 
 _BACKLOG: Final = 16
 
 
 def folders() -> list[Path]:
-    """Return the folders in which this user's servers have their sockets, the preferred one first."""
+    """Return the folders of the admin sockets of this user's servers, the preferred one first."""
     shared = Path("/tmp") / f"tcpstore-{os.geteuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and _is_private(runtime):
@@ -31,7 +31,7 @@ def folders() -> list[Path]:
 
 
 def find(port: int) -> list[Path]:
-    """Return the sockets of servers of this user with this port; mostly one."""
+    """Return the admin sockets of this user's servers with this port, usually one."""
     found: list[Path] = []
     for folder in folders():
         if _is_private(folder):
@@ -42,7 +42,7 @@ def find(port: int) -> list[Path]:
 
 
 def default_path(port: int) -> Path:
-    """Return the path for a server with this port, and make its folder. Raises DistNetworkError."""
+    """Return the path for a server with this port, and create its folder. Raises DistNetworkError."""
     folder = folders()[0]
     try:
         with suppress(FileExistsError):
@@ -59,7 +59,7 @@ def default_path(port: int) -> Path:
 
 
 def is_live(path: Path) -> bool:
-    """Return whether somebody listens at a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -72,7 +72,7 @@ def is_live(path: Path) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, for this user only. Raises DistNetworkError."""
+    """Listen at a path, for this user only; return the socket. Raises DistNetworkError."""
     temporary = path.with_name(f".{os.urandom(4).hex()}")
     if len(os.fsencode(path)) > _MOST_BYTES or len(os.fsencode(temporary)) > _MOST_BYTES:
         raise DistNetworkError(f"cannot listen at {path}: the path of a Unix socket is limited to {_MOST_BYTES} bytes")
@@ -85,7 +85,7 @@ def listen(path: Path) -> socket.socket:
                 raise DistNetworkError(f"cannot listen at {path}: another server is listening there")
         try:
             listener.bind(str(temporary))
-            os.chmod(temporary, 0o600)  # nobody can connect before listen()
+            os.chmod(temporary, 0o600)  # before listen(), so that no other user can connect
             listener.listen(_BACKLOG)
             os.rename(temporary, path)
         except OSError:
@@ -101,7 +101,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def identify(path: Path) -> tuple[int, int] | None:
-    """Return which file is at a path, to be passed to `remove`; None if there is none."""
+    """Return the identity of the file at a path, for `remove`; None if there is none."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -117,7 +117,7 @@ def remove(path: Path, identity: tuple[int, int] | None) -> None:
 
 
 def _is_private(folder: str | Path) -> bool:
-    """Return whether this is a folder of this user, no link to one, that no other can enter."""
+    """Return whether this is a folder, not a link, that belongs to this user and that no other can enter."""
     try:
         found = os.lstat(folder)
     except OSError:

@@ -1,6 +1,6 @@
-"""The servers that there are, by name, and defaults that they share with those who start one.
+"""The names of the backends, and defaults shared by everything that starts a server.
 
-Knows the names. Must not know how a server works; importing this imports none.
+Must not know how a server works; importing this imports none.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -19,13 +19,13 @@ BACKENDS: Final = ("uv", THREADED)
 DEFAULT_BACKEND: Final = "uv"
 
 START_TIMEOUT: Final = 60.0
-"""Seconds that a caller with a timeout of 0 waits for its server to start, which usually takes 0.1."""
+"""Seconds that a caller with a timeout of 0 waits for its server to start, which usually takes 0.1 s."""
 
 
 def check_backend(backend: str, tls: bool = False, tokens: bool = False) -> None:
-    """Raise ValueError if there is no backend of that name, or if it lacks the TLS or tokens that it is to use.
+    """Raise ValueError for an unknown backend, or one that lacks the requested TLS or tokens.
 
-    The threaded one has neither TLS nor tokens: it must not serve in the clear instead.
+    The threaded server has neither, and must not serve in the clear instead.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose {' or '.join(BACKENDS)}")
@@ -38,8 +38,8 @@ def check_backend(backend: str, tls: bool = False, tokens: bool = False) -> None
 
 
 def make_server(backend: str, listener: "socket.socket", limits: Limits, tls: "ServerTls | None" = None) -> "Server":
-    """Return a server of that name, which has passed `check_backend`, on a socket that listens."""
-    if backend == THREADED:  # each is imported by those who use it only: a server has to start fast
+    """Return a server on a listening socket. `backend` has passed `check_backend`."""
+    if backend == THREADED:  # import only the one that is used: a server must start fast
         from .threaded import ThreadedServer
 
         return ThreadedServer(listener, limits)

@@ -1,15 +1,14 @@
-"""What every server does, however it moves bytes.
+"""The base class of the servers.
 
-A server owns one store and one session per connection. This module flushes sessions, limits and expires connections,
-logs what peers did, announces joins and stops; `uv` and `threaded` accept, read and write.
+A server owns one store and one session per connection. This module accepts, limits and expires connections, flushes
+sessions, logs what peers did, announces joins and stops; `uv` and `threaded` read and write.
 
 It knows sessions and timers, and must not know opcodes, keys, or how a connection reads and writes.
-Invariants: what a peer does wrong, or a defect met while serving it, closes that connection only. The lock is held
-while a method runs that is listed below as needing it.
+Invariants: what a peer does wrong, or a defect met while serving it, closes that connection only. Methods listed below
+as needing the lock are called with it.
 """
 
 import asyncio
-import errno
 import logging
 import secrets
 import socket
@@ -31,32 +30,29 @@ from ..session.server import ServerSession
 from ..session.store import Store
 from ..session.tls import TlsError
 from ..session.transport import Transport
+from .accepting import Acceptor
 from .audit import AuditLog
+from .due import Due
 from .features import attach_features
 from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .store_ports import StorePorts
-from .tls import MOST_HANDSHAKES, ServerTls
+from .tls import ServerTls
 
 log = logging.getLogger("tcpstore_async.server")
 
 _FLUSHES_PER_TURN: Final = 512
-"""Sessions that are flushed in one turn of the loop, at some 4 µs each, when one command wakes more."""
-
-_SUPPRESSED_SECONDS: Final = 1.0
-"""Time until the number of suppressed messages is logged."""
-
-_MIN_EXPIRY_SECONDS: Final = 0.001
+"""Sessions flushed per turn of the loop, at about 4 µs each, when one command wakes more."""
 
 _REFUSED_SECONDS: Final = 5.0
-"""Time for which a client can ask why its connection was closed: clients of ours ask at once."""
+"""Time for which a client can ask why its connection was closed. Our clients ask at once."""
 
 _MOST_REFUSED: Final = 1024
-"""Connections of which that is remembered."""
+"""Connections for which the reason is remembered."""
 
 _TICK_SECONDS: Final = 1.0
-"""Time between two looks at the links."""
+"""Time between two ticks of the links."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -74,21 +70,29 @@ class Server:
     ) -> None:
         """Serve the peers of `listener`, which is closed when the server stops accepting.
 
-        `session_bytes` is what one connection costs. `lock` guards everything here, if connections are served by
-        several threads. With `tls`, peers may use TLS.
+        `session_bytes` is what one connection costs. `lock` guards everything here if several threads serve
+        connections. With `tls`, peers may use TLS.
         """
+        self.loop = asyncio.get_running_loop()
         self.listener = listener
         self.tls: ServerTls | None = tls
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
+        self._counting = self._due(self._log_suppressed)
+        self._refusing = self._due(self._close_refused)
+        self._validating = self._due(self._close_overdue)
+        self._leaving = self._due(self._close_left)
+        self._ticking = self._due(self._tick)
         self.store: Store = Store(limits, session_bytes=session_bytes)
         features = attach_features(self.store, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
-        self.links.on_work = self._schedule_links
+        self.links.on_work = lambda: self.call_soon(self._serve_links)
         self.links.on_link = self._schedule_tick
-        self.links.on_end = self._report_end
+        self.links.on_end = lambda link, reason: self.log_limited("links", f"ended {link}: {reason}")
         self.links.on_refused = self._report_refused
-        self.links.on_refusal = self._report_refusal
+        self.links.on_refusal = lambda host, peer, reason: self.log_audit(
+            host, f"refused a request from {peer}: {reason}"
+        )
         self.links.on_failure = self.give_up
         self.links.clock = time.monotonic
         self.store.keyspace.on_work = self._schedule_work
@@ -96,79 +100,56 @@ class Server:
         self.named: NamedStores = features.named
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
-        self.named.on_released = self._expect_leaving
+        self.named.on_released = lambda _: self._leaving.expect()
+        self.ports = StorePorts(listener, self.loop, self.call_soon, self.serve, self.served, self._log_accept)
+        """The ports of named stores. They count as connections."""
+        self.acceptor = Acceptor(self.loop, listener, self.serve, self.served, self._log_accept)
         self.named.open_port = self._open_port
-        self.named.close_port = self._close_port
+        self.named.close_port = self.ports.close
         self._finishing: dict[Transport, float] = {}
-        """Refused peers that have not read their replies, with the time at which they are closed, in order."""
-        self._finish_expected = False
-        """Whether `_close_refused` will be called."""
+        """Refused peers that have not read their replies, and when they are closed, in that order."""
         self._refused: dict[tuple[str, str, int], tuple[str, float]] = {}
-        """Why connections were closed, and when, by token, host and process, oldest first."""
+        """Why and when connections were closed, keyed by token, host and process, oldest first."""
         self._working: bool = False
         """Whether `_work` will be called."""
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         self.max_connections: int = 0
-        """Connections that it can hold; known once it has started."""
+        """Connections that it can hold; 0 until it starts."""
         self.admin: str = ""
-        """The path of its admin socket; empty if it has none."""
+        """Path of its admin socket; empty if it has none."""
         self.count: int = 0
-        """Connections that are open."""
+        """Open connections."""
         self.accepted: int = 0
-        """Connections that were accepted and admitted, so far."""
+        """Connections admitted so far."""
         self.rejected: int = 0
-        """Connections that were closed at once, as there were too many."""
+        """Connections closed at once because there were too many."""
         self.closed_for: dict[str, int] = {}
-        """Connections that were closed for what their peers did, by `_kind_of` it."""
+        """Connections closed because of what their peers did, keyed by `_kind_of` the error."""
         self.received: int = 0
         """Bytes read from connections, decrypted."""
         self.sent: int = 0
-        """Bytes of replies that the kernel has accepted, before they are encrypted."""
+        """Bytes of replies accepted by the kernel, before encryption."""
         self.times: ServiceTimes | None = None
-        """What is measured of the time that requests take, if anything is."""
+        """Measured service times; None while nothing is measured."""
         self.empty = asyncio.Event()
         """Set while no connection is open."""
         self.empty.set()
         self.stopped: bool = False
-        self.loop = asyncio.get_running_loop()
-        self.ports = StorePorts(listener, self.loop, self.call_soon, self.serve, self.served, self.log_limited)
-        """Those of stores with names; they count as connections."""
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(limits.audit_lines)
-        self._suppressing: bool = False
-        """Whether the number of suppressed messages will be logged."""
-        self._suppressed_timer: asyncio.TimerHandle | None = None
-        self._validating: bool = False
-        """Whether overdue connections will be looked for."""
-        self._validate_timer: asyncio.TimerHandle | None = None
-        self._tick_timer: asyncio.TimerHandle | None = None
-        """Runs while there are links."""
-        self._leaving: bool = False
-        """Whether stores will be looked for that everybody has had the time to leave."""
         self._flushing: bool = False
         self._to_flush: list[Peer] = []
-        """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
+        """Sessions woken together, more than one turn can flush; those without replies are skipped."""
 
     # What a subclass defines
 
-    def start(self) -> None:
-        """Accept connections from now on."""
-        raise NotImplementedError
-
-    def stop_accepting(self) -> None:
-        """Free the port; open connections stay. Idempotent."""
-        raise NotImplementedError
-
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        """Serve a new connection, in a store if it has come to its port, or close it if there are too many."""
+        """Serve a new connection, to `store` if it came to that store's port; close it if there are too many."""
         raise NotImplementedError
-
-    def served(self) -> None:
-        """Note that new connections are served."""
 
     def open_connections(self) -> list[Transport]:
-        """Return the connections that are open. With the lock."""
+        """Return the open connections. With the lock."""
         raise NotImplementedError
 
     def close_inherited(self) -> None:
@@ -176,14 +157,24 @@ class Server:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Free what moves bytes, once the last connection has been closed."""
+        """Free threads and descriptors once the last connection has been closed."""
         raise NotImplementedError
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Have the loop call `callback`."""
+        """Schedule a call on the loop, from any thread that serves connections."""
         self.loop.call_soon(callback)
 
-    # Called on the loop by whoever runs the server
+    # Called on the loop by the owner of the server
+
+    def start(self) -> None:
+        """Accept connections from now on."""
+        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
+        self.ports.reserve(self.max_connections)
+        self.acceptor.resume()
+
+    def stop_accepting(self) -> None:
+        """Free the port; open connections stay. Idempotent."""
+        self.acceptor.close()
 
     def stop(self) -> None:
         """Stop at once: the port is free and every connection closed on return. Idempotent."""
@@ -198,9 +189,8 @@ class Server:
             for connection in self.open_connections():
                 connection.close()
         self.release()
-        for timer in (self._suppressed_timer, self._validate_timer, self._tick_timer):
-            if timer is not None:
-                timer.cancel()
+        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking):
+            due.cancel()
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
@@ -220,12 +210,12 @@ class Server:
         self.stop()
 
     def close_invalid(self, ended: Callable[[Access], str]) -> None:
-        """Close every connection whose token is no longer valid, soon; `ended` returns why, or nothing."""
+        """Soon close every connection whose token is no longer valid; `ended` returns the reason, or ""."""
         with self.lock:
             self.store.hub.end_invalid(ended)
 
     def announce(self, joins: int) -> None:
-        """Publish how many ranks are expected to join in all."""
+        """Publish the total number of ranks expected to join."""
         with self.lock:
             self.store.announce(joins)
             self.flush_pending()
@@ -235,8 +225,8 @@ class Server:
         with self.lock:
             return self.store.all_joined()
 
-    def dismiss_latecomers(self, complete: float) -> None:
-        """Close the connections accepted after `complete`, by `time.monotonic`.
+    def close_latecomers(self, complete: float) -> None:
+        """Close the connections accepted after `complete`, a time of `time.monotonic`.
 
         They belong to the next round and will join its server.
         """
@@ -251,9 +241,9 @@ class Server:
                 self.flush_pending()
 
     def end_rounds(self, why: str, host: str, pid: int) -> None:
-        """Form no more rounds of agents, and close the connections of those whose rounds are not closed.
+        """Form no more rounds of agents, and close the connections of agents in open rounds.
 
-        The agents of the process `pid` on the host of that name know, as it is they who end the server.
+        Agents of the process `pid` on `host` stay connected: they end the server, and know.
         """
         with self.lock:
             for store in (self.store, *self.named.stores.values()):
@@ -266,21 +256,16 @@ class Server:
                 self.flush_pending()
 
     def drop_store(self, name: str, why: str) -> bool:
-        """End a store with a name; return whether there is one. With the lock."""
+        """End a named store; return False if there is none. With the lock."""
         found = self.named.drop(name, why)
         if self.store.hub.pending_flush:
             self.flush_pending()
         return found
 
-    # Called with the lock by connections and by what accepts them
-
-    def reserve(self) -> None:
-        """Fix how many connections the server can hold, and log it."""
-        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
-        self.ports.reserve(self.max_connections)
+    # Called with the lock by connections and by `serve`
 
     def admits(self, host: str, port: int) -> bool:
-        """Return whether a new connection fits, if need be in place of one that is not validated; log if not."""
+        """Return whether a new connection fits, evicting an unvalidated one if necessary; log if it does not."""
         if self.count + len(self.ports) < self.max_connections or self._evict_unvalidated():
             return True
         self.rejected += 1
@@ -297,7 +282,7 @@ class Server:
             self.call_soon(self._note_empty)
 
     def closed(self, connection: Transport) -> None:
-        """Stop counting a connection whose session has left, and flush those that its end woke."""
+        """Stop counting a connection whose session has left, and flush the sessions that its end woke."""
         self.count -= 1
         self._finishing.pop(connection, None)
         if not self.stopped and self.store.hub.pending_flush:
@@ -306,9 +291,9 @@ class Server:
             self.call_soon(self._note_empty)
 
     def flush_pending(self) -> None:
-        """Flush the sessions that another's command, or end, gave a reply, and close those that were evicted."""
+        """Flush sessions that another session's command, or end, gave a reply; close the evicted ones."""
         if self._flushing:
-            return  # a connection failed under the loop below, which also flushes those that its end woke
+            return  # a connection failed in the loop below, which flushes what that woke
         self._flushing = True
         try:
             pending_flush = self.store.hub.pending_flush
@@ -341,55 +326,42 @@ class Server:
         if isinstance(error, NotAllowedError):
             self._remember(session, str(error))
         if kind in ("access", "tls") or self.store.hub.auth.must_authenticate(session):
-            self.log_refusal(session.host, text)
+            self.log_audit(session.host, text)
         else:
             self.log_limited(kind, text)
         if session.out:
             connection.flush()
         if session.backlog is None or isinstance(error, BudgetError) or session in self.store.hub.evicted:
-            connection.close()  # what an evicted peer does not read is not kept for it
+            connection.close()  # keeping replies for an evicted peer would hold the memory it was evicted for
             return
         if connection.single is not None:
-            connection.single.forget()  # if the connection breaks now, the session must not go on with the next one
+            connection.single.forget()  # if the connection breaks now, its client must not resume the session
         self._finishing[connection] = time.monotonic() + DEFAULT_GRACE
         connection.finish()
-        if not self._finish_expected:
-            self._finish_expected = True
-            self.call_soon(self._close_refused)
+        self._refusing.expect()
 
     def _remember(self, session: ServerSession, refusal: str) -> None:
-        """Keep why the connection of a token's holder is closed, which cannot be told there, until the client asks."""
+        """Remember why a token holder's connection is closed, for `refused_before`: no reply could carry the reason."""
         access = self.store.hub.auth.granted.get(session)
         if access is None:
             return
         refused = self._refused
         holder = access.identity, session.host, session.pid
-        refused.pop(holder, None)  # to be the newest
+        refused.pop(holder, None)  # re-inserted as the newest
         refused[holder] = refusal, time.monotonic()
         if len(refused) > _MOST_REFUSED:
             del refused[next(iter(refused))]
 
     def refused_before(self, session: ServerSession) -> str:
-        """Return why another connection of the same process and token has just been closed; empty if none was."""
+        """Return why another connection of the same process and token was just closed; "" if none was."""
         access = self.store.hub.auth.granted.get(session)
         if access is None:
             return ""
         refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
         return refusal if time.monotonic() - at < _REFUSED_SECONDS else ""
 
-    def _close_refused(self) -> None:
-        """Close refused peers that have not read their replies: they may be blocked sending what nobody reads."""
-        with self.lock:
-            now = time.monotonic()
-            for connection, deadline in list(self._finishing.items()):
-                if deadline > now and not self.stopped:
-                    self.loop.call_later(max(deadline - now, _MIN_EXPIRY_SECONDS), self._close_refused)
-                    return
-                connection.close()
-            self._finish_expected = False
-
     def give_up(self, connection: Transport) -> None:
-        """Close a connection after an exception that is no peer's fault, so that the others are served on."""
+        """Close a connection after an internal error, so that the others are still served."""
         log.exception("closing the connection from %s after an internal error", connection.session)
         try:
             connection.close()
@@ -399,58 +371,26 @@ class Server:
     def log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, or count it and log the count within a second."""
         if not self.rate_limited.add(kind, text):
-            self._count_suppressed()
+            self._counting.expect()
 
-    def log_refusal(self, host: str, text: str) -> None:
-        """Log in the audit log what was refused to a peer, or count it."""
-        if not self.audit.add(host, text):
-            self._count_suppressed()
-
-    def note_admin(self, user: str, text: str) -> None:
-        """Log in the audit log what a user has done to the server as its administrator, or count it."""
-        if not self.audit.add(user, text, logging.INFO):
-            self._count_suppressed()
-
-    def begin_handshake(self, connection: Transport) -> None:
-        """Count a TLS handshake; if there are too many, close the connection whose handshake has lasted longest."""
-        oldest = None if self.tls is None else self.tls.begin(connection)
-        if oldest is not None:
-            self.close_for(
-                oldest, ProtocolError(f"too many TLS handshakes under way (max {MOST_HANDSHAKES}); this was the oldest")
-            )
-
-    def broken_tls(self, connection: Transport, error: TlsError) -> OSError:
-        """Log an error after the handshake, which counts as a break of the connection; return that."""
-        self.log_limited("tls", f"lost the connection from {connection.session}: {error}")
-        return ConnectionResetError(errno.ECONNRESET, str(error))
-
-    def expect_validation(self) -> None:
-        """From now on close connections that do not send VALIDATE in time."""
-        if self.limits.validate_seconds and not self._validating:
-            self._validating = True
-            self.call_soon(self._schedule_expiry)
+    def log_audit(self, peer: str, text: str, level: int = logging.WARNING) -> None:
+        """Log in the audit log what was refused to a peer, or what an administrator did; or count it."""
+        if not self.audit.add(peer, text, level):
+            self._counting.expect()
 
     # Internal; with the lock
 
     def _open_port(self, store: NamedStore) -> int | str:
-        """Listen for a store; return the port, or why there is none: who connects there presents nothing."""
+        """Listen for a named store; return its port, or why it gets none."""
+        # PyTorch's clients, for which these ports are, can use neither TLS nor tokens.
         if self.tls is not None:
             return "the server has TLS, and no clear-text ports for stores"
         if self.store.hub.auth.authenticate is not None or self.store.hub.auth.require_auth:
             return "the server checks tokens, and has no ports for stores that need none"
         return self.ports.open(store)
 
-    def _close_port(self, store: NamedStore) -> None:
-        self.ports.close(store)
-
-    def _count_suppressed(self) -> None:
-        """Have the number of messages that were not logged be logged in a while."""
-        if not self._suppressing:
-            self._suppressing = True
-            self.call_soon(self._schedule_suppressed)
-
     def _evict_unvalidated(self) -> bool:
-        """Close the oldest connection that has not sent VALIDATE, if there is one."""
+        """Close the oldest connection that has not sent VALIDATE; return False if there is none."""
         session = self.store.hub.oldest_unvalidated()
         if session is None:
             return False
@@ -468,7 +408,7 @@ class Server:
         return True
 
     def _attach(self) -> None:
-        """Have single links use the connections that have asked for it, now that the replies to that are sent."""
+        """Attach single links to the connections that sent LINK, after the replies to LINK."""
         attaching = self.links.attaching
         while attaching:
             session, link = attaching.popitem()
@@ -488,29 +428,17 @@ class Server:
                 self.give_up(connection)
 
     def _flush_in_turns(self, pending_flush: list[Peer]) -> None:
-        """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""
+        """Flush many sessions in later turns of the loop, so that other peers are served in between."""
         if not self._to_flush:
             self.call_soon(self._flush_more)
         evicted = self.store.hub.evicted
-        self._to_flush.extend(pending_flush)  # not looked at here: each session read costs a cache miss
+        self._to_flush.extend(pending_flush)  # unfiltered: reading each session would cost a cache miss
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
     def _schedule_work(self) -> None:
         if not self._working:
             self._working = True
             self.call_soon(self._work)
-
-    def _expect_leaving(self, store: NamedStore) -> None:
-        """Close after the grace period what is still in a store then that its owner has ended."""
-        if not self._leaving:
-            self._leaving = True
-            self.call_soon(self._schedule_leaving)
-
-    def _schedule_links(self) -> None:
-        self.call_soon(self._serve_links)
-
-    def _report_end(self, link: object, reason: str) -> None:
-        self.log_limited("links", f"ended {link}: {reason}")
 
     def _report_refused(self, host: str, port: int) -> None:
         self.log_limited(
@@ -519,14 +447,23 @@ class Server:
             "limit)",
         )
 
-    def _report_refusal(self, host: str, peer: str, reason: str) -> None:
-        self.log_refusal(host, f"refused a request from {peer}: {reason}")
-
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()
-        self.call_soon(self._start_ticking)
+        self._ticking.expect()
 
-    # Internal; called by the loop
+    # Internal; called by the loop, without the lock
+
+    def served(self) -> None:
+        """Flush what a batch of new connections woke, and expect them to send VALIDATE in time."""
+        with self.lock:
+            if self.store.hub.pending_flush:
+                self.flush_pending()
+            if self.limits.validate_seconds:
+                self._validating.expect()
+
+    def _log_accept(self, kind: str, text: str) -> None:
+        with self.lock:
+            self.log_limited(kind, text)
 
     def _flush_more(self) -> None:
         with self.lock:
@@ -542,11 +479,11 @@ class Server:
                         self.give_up(connection)
             if to_flush:
                 self.call_soon(self._flush_more)
-            if self.store.hub.pending_flush:  # unsent replies may have made the budget evict peers
+            if self.store.hub.pending_flush:  # the budget may have evicted peers for their unsent replies
                 self.flush_pending()
 
     def _work(self) -> None:
-        """Do one portion of what long commands have left to do."""
+        """Run one portion of the long commands under way."""
         with self.lock:
             self._working = False
             if self.stopped:
@@ -561,45 +498,13 @@ class Server:
             if more or keyspace.work:
                 self._schedule_work()
 
-    def _schedule_leaving(self) -> None:
-        """Come back when the grace period of the oldest store is over that its owner has ended."""
-        with self.lock:
-            oldest = self.named.oldest_released()
-            if oldest is None or self.stopped:
-                self._leaving = False
-                return
-            seconds = oldest.released + DEFAULT_GRACE - time.monotonic()
-        self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_left)
-
-    def _close_left(self) -> None:
-        with self.lock:
-            now = time.monotonic()
-            while (store := self.named.oldest_released()) is not None and now - store.released >= DEFAULT_GRACE:
-                self.named.close(store)
-        self._schedule_leaving()
-
     def _serve_links(self) -> None:
-        """Write what sessions on links have been given, once all that were woken together have been flushed."""
+        """Write the replies of sessions on links, once `_to_flush` is empty: they then share batches."""
         with self.lock:
             if self.stopped:
                 return
             if self._to_flush or self.links.work():
                 self.call_soon(self._serve_links)
-            if self.store.hub.pending_flush:
-                self.flush_pending()
-
-    def _start_ticking(self) -> None:
-        if not self.stopped and self._tick_timer is None:
-            self._tick_timer = self.loop.call_later(_TICK_SECONDS, self._tick)
-
-    def _tick(self) -> None:
-        self._tick_timer = None
-        with self.lock:
-            now = time.monotonic()
-            if self.links.tick(now):
-                self._start_ticking()
-            for session in self.store.hub.overdue_on_links(now):
-                self._close_unvalidated(session)
             if self.store.hub.pending_flush:
                 self.flush_pending()
 
@@ -609,34 +514,53 @@ class Server:
         else:
             self.empty.set()
 
-    def _schedule_suppressed(self) -> None:
-        if not self.stopped:
-            self._suppressed_timer = self.loop.call_later(_SUPPRESSED_SECONDS, self._log_suppressed)
+    # Internal; called when due, with the lock. Return the seconds until the next call, or None if none is needed
 
-    def _log_suppressed(self) -> None:
-        with self.lock:
-            due = [seconds for seconds in (self.rate_limited.flush_due(), self.audit.flush_due()) if seconds > 0]
-            seconds = min(due, default=0.0)
-            self._suppressing = seconds > 0 and not self.stopped
-            if self._suppressing:
-                self._suppressed_timer = self.loop.call_later(seconds, self._log_suppressed)
+    def _log_suppressed(self) -> float | None:
+        """Log the numbers of suppressed messages."""
+        return min(filter(None, (self.rate_limited.flush_due(), self.audit.flush_due())), default=None)
 
-    def _schedule_expiry(self) -> None:
-        """Come back when the oldest connection without VALIDATE is overdue."""
-        with self.lock:
-            oldest = self.store.hub.oldest_unvalidated()
-            if oldest is None or self.stopped:
-                self._validating = False
-                return
-            seconds = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
-        self._validate_timer = self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_overdue)
-
-    def _close_overdue(self) -> None:
+    def _close_refused(self) -> float | None:
+        """Close refused peers that have not read the refusal: they may be blocked in send()."""
         now = time.monotonic()
-        with self.lock:
-            while (session := self.store.hub.overdue(now)) is not None:
-                self._close_unvalidated(session)
-        self._schedule_expiry()
+        while self._finishing:
+            connection, deadline = next(iter(self._finishing.items()))
+            if deadline > now:
+                return deadline - now
+            del self._finishing[connection]
+            connection.close()
+        return None
+
+    def _close_left(self) -> float | None:
+        """Close named stores that their owners have ended, after the grace period."""
+        now = time.monotonic()
+        while (store := self.named.oldest_released()) is not None:
+            if now - store.released < DEFAULT_GRACE:
+                return store.released + DEFAULT_GRACE - now
+            self.named.close(store)
+        return None
+
+    def _close_overdue(self) -> float | None:
+        """Close connections that have not sent VALIDATE in time."""
+        now = time.monotonic()
+        hub = self.store.hub
+        while (session := hub.overdue(now)) is not None:
+            self._close_unvalidated(session)
+        oldest = hub.oldest_unvalidated()
+        return None if oldest is None else oldest.connected_at + self.limits.validate_seconds - now
+
+    def _tick(self) -> float | None:
+        """Acknowledge on links, keep them alive, and close what is overdue there."""
+        now = time.monotonic()
+        more = self.links.tick(now)
+        for session in self.store.hub.overdue_on_links(now):
+            self._close_unvalidated(session)
+        if self.store.hub.pending_flush:
+            self.flush_pending()
+        return _TICK_SECONDS if more else None
+
+    def _due(self, run: Callable[[], float | None]) -> Due:
+        return Due(self.loop, self.call_soon, self.lock, run)
 
     def _close_unvalidated(self, session: Peer) -> None:
         owner = session.owner
@@ -647,7 +571,7 @@ class Server:
 
 
 def _kind_of(error: PeerError) -> str:
-    """Return the name by which connections that were closed for such an error are counted."""
+    """Return the key of `closed_for` under which an error counts."""
     if isinstance(error, LimitError):
         return error.limit
     kinds = ((TlsError, "tls"), (NotAllowedError, "access"), (StoreEnded, "stores"))

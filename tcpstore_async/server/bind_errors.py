@@ -1,7 +1,7 @@
-"""The errors that PyTorch's two servers raise for a socket that a master cannot listen on.
+"""The errors that PyTorch's two servers raise if a master cannot listen.
 
-Knows their texts and types, which differ between the two; who holds the port follows PyTorch's text. Must not know
-where the socket comes from.
+Knows their texts and types, which differ between the two. The holder of the port is added after PyTorch's text. Must
+not know where the socket comes from.
 """
 
 import errno
@@ -15,8 +15,7 @@ from ..base.errors import DistError, DistNetworkError, DistStoreError
 from .port_holder import holder_of
 
 Tried = list[tuple[int, str, OSError]]
-"""Family and address, and why listening there failed."""
-
+"""Family and address, and the error of listening there."""
 
 _FREE_IT: Final = (
     "close it, or drop all references to it, before another one takes its port, or share its server (multi_tenant=True "
@@ -28,7 +27,7 @@ class UvErrors:
     """Errors of the event-driven server, whose texts are libuv's."""
 
     takes_port_0 = True
-    """Whether port 0 stands for that of a given socket."""
+    """Whether port 0 matches a given socket of any port."""
 
     def no_address(self, port: int, tried: Tried, servers: Collection[int]) -> DistError:
         return DistNetworkError(
@@ -40,7 +39,7 @@ class UvErrors:
         return DistNetworkError(f"Failed to open existing socket. socket: {fd}, {_as_libuv(error)}")
 
     def check_kind(self, listener: socket.socket) -> None:
-        """Raise for a socket that takes no connections."""
+        """Raise if this is not a stream socket."""
         try:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
@@ -86,7 +85,6 @@ class ThreadedErrors(UvErrors):
 
 
 def errors_of(backend: str) -> UvErrors:
-    """Return the errors of a backend."""
     return ThreadedErrors() if backend == "threaded" else UvErrors()
 
 
@@ -95,9 +93,9 @@ def _other_port(fd: int, bound: int, port: int) -> str:
 
 
 def _held(port: int, tried: Tried, servers: Collection[int]) -> str:
-    """Return who holds the port, to follow PyTorch's text; "" if that is not the reason, or nobody is found.
+    """Return who holds the port, to follow PyTorch's text; "" if that is not the reason, or no holder is found.
 
-    `servers` are the processes of this process's own servers.
+    `servers` are the process ids of this process's own servers.
     """
     _, host, error = tried[-1]
     holder = holder_of(error, host, port)

@@ -3,6 +3,8 @@
 Every server is assembled here, those in memory included. This module must not know what a feature does.
 """
 
+from typing import NamedTuple
+
 from ..base.limits import LINK_GRACE
 from ..links.link_registry import LinkRegistry
 from ..observe.missing import answer_missing
@@ -11,20 +13,19 @@ from ..session.named_stores import NamedStores
 from ..session.store import PORTION, Store
 
 
-class Features:
-    """The features that a server has to tell the time."""
+class Features(NamedTuple):
+    """The features that need the server's clock."""
 
-    def __init__(self, named: NamedStores, links: LinkRegistry) -> None:
-        self.named = named
-        self.links = links
+    named: NamedStores
+    links: LinkRegistry
 
 
 def attach_features(
     root: Store, instance: str, backend: str, grace: float = LINK_GRACE, portion: int = PORTION
 ) -> Features:
-    """Make the store without a name of a new server identify that server, and execute every command.
+    """Let the unnamed store of a new server identify that server and execute every command.
 
-    Nobody may have been served yet. `grace` and `portion` are those of `LinkRegistry`.
+    Call it before the first peer is served. `grace` and `portion` are those of `LinkRegistry`.
     """
     root.identify(identity(instance, backend))
     answer_missing(root)

@@ -1,6 +1,6 @@
 """Descriptors that a forked child must not keep.
 
-Knows what has descriptors. Must not know what they are for.
+Must not know what they are for.
 Invariant: a forked child closes its copies before it does anything else. A copy of a listening socket would keep the
 port in use, a copy of a control socket would hide the end of its owner from the other side, and a copy of a connection
 would keep it open after the server has closed it.
@@ -33,14 +33,14 @@ _servers: Final[dict[int, Inherited]] = {}
 
 
 def close_on_fork(private: _Private) -> _Private:
-    """Return the same object, whose copies in forked children will be closed."""
+    """Close copies of an object in forked children; return it."""
     _private.add(private)
     return private
 
 
 @contextmanager
 def closed_in_children(server: Inherited) -> Iterator[None]:
-    """Have children forked within the context close their copies of the server's descriptors."""
+    """Close the server's descriptors in children forked within the context."""
     _servers[id(server)] = server
     try:
         yield
@@ -50,7 +50,7 @@ def closed_in_children(server: Inherited) -> Iterator[None]:
 
 def _close_inherited() -> None:
     for server in list(_servers.values()):
-        with suppress(Exception):  # another thread was changing it; the others must be closed all the same
+        with suppress(Exception):  # another thread may have been changing it when the process forked
             server.close_inherited()
     _servers.clear()
     for private in list(_private):

@@ -1,6 +1,6 @@
-"""A server in a thread of this process, where it is asked for or a server process cannot be started.
+"""A server in a thread of this process, if that is requested or a server process cannot be started.
 
-Knows one loop in one thread. Must not know the protocol.
+Must not know the protocol.
 Invariant: as with a server process, a forked child holds nothing of it and cannot stop it.
 
 It is the second choice: while another thread runs Python code, each reply waits for the GIL, 5 ms at the median.
@@ -40,7 +40,7 @@ class ServerThread:
         self._joins = 0
         self._listener = close_on_fork(listener)
         self._lock = RLock()
-        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
+        """Reentrant: a garbage collection may call `stop` in a thread that holds the lock."""
         self._stopped = False
         self._over = asyncio.Event()
         started: Future[tuple[asyncio.AbstractEventLoop, Server]] = Future()
@@ -63,14 +63,14 @@ class ServerThread:
                 self._loop.call_soon_threadsafe(self._server.announce, self._joins)
 
     def complete(self) -> None:
-        """Note that all have joined. It makes no difference here, as no connection outlives `stop`."""
+        """Do nothing: no connection outlives `stop`."""
 
     def alive(self) -> bool:
-        """Return whether it is running: neither stopped nor crashed."""
+        """Return whether it has neither stopped nor crashed."""
         return not self._stopped and self._thread.is_alive()
 
     def crash(self) -> str:
-        """Return "": there is no process that could crash."""
+        """Return "": there is no process to crash."""
         return ""
 
     def stop(self) -> None:
@@ -86,13 +86,13 @@ class ServerThread:
                 atexit.unregister(self.stop)
                 self._loop.call_soon_threadsafe(self._over.set)
             here = threading.current_thread()
-            # A garbage collection in a thread of the server may have led here.
+            # A garbage collection may call this in a thread of the server, which must not wait for itself.
             if here is not self._thread and not isinstance(here, Worker):
                 self._thread.join()
 
     def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
         try:
-            import uvloop  # for servers only: it costs clients nothing
+            import uvloop  # clients need not import it
 
             uvloop.run(self._serve(started))
         except BaseException as error:

@@ -1,21 +1,21 @@
-"""When a server whose job is over ends by itself.
+"""Decide when a server whose job is over ends by itself.
 
-Knows how long there have been no clients. Must not know clocks, or how a server ends.
+Must not know clocks, or how a server ends.
 """
 
 
 class Linger:
-    """Decides that a server is no longer needed: it has been used, and nobody has been connected for long enough."""
+    """Decides that a server is no longer needed: it was used, and has had no client for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._since: float | None = None
-        """When the last client had left."""
+        """When the last client left; None while there are clients."""
 
     def is_over(self, now: float, clients: int, used: bool) -> bool:
         """Return whether to end, given the time in seconds, the number of clients, and whether one has done anything.
 
-        Whoever only looked whether the server is there, as probes do, has not used it.
+        A probe, which only connects, has not used the server.
         """
         if clients or not used:
             self._since = None

@@ -1,7 +1,7 @@
-"""What a server needs of the operating system before a byte flows: addresses, listening sockets, limits.
+"""Listening sockets, and the system limits that a server prepares before the first peer connects.
 
 Knows sockets, and the limits of files and backlog. Must not know the protocol, or event loops.
-Invariant: no name is resolved but that of the address to listen on, before there are any peers.
+Invariant: the only name resolved is that of the address to listen on, before there are any peers.
 """
 
 import errno
@@ -21,7 +21,7 @@ from ..base.errors import DistNetworkError, counted
 from .port_holder import by_holder
 
 BACKLOG: Final = 65_535
-"""Connections that the kernel may hold until they are accepted: a whole job may connect at once."""
+"""Connections that the kernel may hold until they are accepted. A whole job may connect at once."""
 
 CONNECTION_ERRORS: Final = frozenset(
     getattr(errno, name, errno.ECONNABORTED)
@@ -30,40 +30,41 @@ CONNECTION_ERRORS: Final = frozenset(
         "ENOPROTOOPT", "EOPNOTSUPP",
     )
 )  # fmt: skip
-"""Errors of `accept` that concern one connection, which is lost: accepting goes on with the next one."""
+"""Errors of `accept` that concern one lost connection: accepting continues with the next one."""
 
 _TCP_INFO: Final = struct.Struct("=24xII")
-"""What the kernel says of a socket, up to two numbers that are those of its backlog if it listens."""
+"""The start of tcp_info, up to two numbers that describe the backlog of a listening socket."""
 
-_KEEPALIVE_IDLE: Final = 180
-_KEEPALIVE_PROBES: Final = 4
-_KEEPALIVE_INTERVAL: Final = 30
-"""Seconds of silence before the first keep-alive probe, the number of probes, and the seconds between them."""
-
-_UNACKNOWLEDGED: Final = 300
-"""Seconds after which a connection is lost whose peer does not acknowledge what it is sent."""
+_KEEP_ALIVE: Final = (
+    ("TCP_KEEPIDLE", 180),  # seconds of silence before the first probe
+    ("TCP_KEEPCNT", 4),
+    ("TCP_KEEPINTVL", 30),
+    ("TCP_USER_TIMEOUT", 300_000),  # milliseconds in which sent bytes must be acknowledged
+)
+"""Options that find out that a peer lost power, where the system has them."""
 
 RESERVE: Final = 64
-"""File descriptors that connections never get: for the loop, logs, and to be able to reject a connection."""
+"""File descriptors reserved for the loop and logs, and for rejecting a connection."""
 
 DEFER_ACCEPT: Final = 1
-"""Seconds after which a connection is accepted whose peer has sent nothing."""
+"""Seconds until a connection is accepted even if its peer has sent nothing."""
 
 _M_MMAP_THRESHOLD: Final = -3
-"""From <malloc.h>; where there is no such option, the call changes nothing."""
+"""From <malloc.h>; a libc without this option ignores it."""
 
 _LARGE: Final = 1 << 20
+"""Bytes from which on a freed block is returned to the system."""
 
 _PRESIZED: Final = 131_072
-"""Open files that the kernel's table is sized for in advance, at most: one mebibyte, for 98,304 ranks and more."""
+"""Most open files for which the kernel's table is grown in advance: 1 MiB, enough for 98,304 ranks."""
 
 _FEW: Final = 64
-"""Fewer connections than that are worth a warning."""
+"""A lower limit on connections is logged as a warning."""
 
 log = logging.getLogger("tcpstore_async.server")
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
-"""What `socket.bind` takes, as `socket.getaddrinfo` returns it."""
+"""An address for `socket.bind`, as returned by `socket.getaddrinfo`."""
 
 
 def listen(host: str, port: int, defer_accept: int = 0) -> socket.socket:
@@ -102,7 +103,7 @@ def check_port(port: int) -> None:
 def listen_at(family: int, address: Address, only_v6: bool | None = None) -> socket.socket:
     """Return a non-blocking socket that listens on this address. Raises OSError.
 
-    Of IPv6 addresses, `::` stands for those of IPv4 too, unless `only_v6` says otherwise.
+    The address `::` includes IPv4 unless `only_v6` says otherwise.
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -119,42 +120,35 @@ def listen_at(family: int, address: Address, only_v6: bool | None = None) -> soc
 
 
 def v6_only(listener: socket.socket) -> bool | None:
-    """Return whether a socket stands for IPv6 addresses only; None if it has one of IPv4."""
+    """Return whether an IPv6 socket excludes IPv4; None for an IPv4 socket."""
     if listener.family != socket.AF_INET6:
         return None
     return bool(listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
 
 
 def adopt(fd: int) -> socket.socket:
-    """Return the same for a descriptor that is bound, or listening, already. Takes ownership of it.
+    """Listen on a descriptor that is already bound or listening; return its socket. Takes ownership of it.
 
     Raises DistNetworkError if `fd` is not a TCP socket.
     """
+    listener = None
     try:
         listener = socket.socket(fileno=fd)
-    except OSError as error:
-        raise DistNetworkError(f"cannot listen on file descriptor {fd}: {error.strerror}") from None
-    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
-        listener.close()
-        raise DistNetworkError(f"cannot listen on file descriptor {fd}: it is not a TCP socket")
-    try:
+        if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+            raise OSError(errno.EPROTOTYPE, "it is not a TCP socket")
         prepare(listener)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise DistNetworkError(f"cannot listen on file descriptor {fd}: {error.strerror}") from None
     return listener
 
 
 def prepare(listener: socket.socket) -> None:
-    """Listen, with options that accepted sockets inherit: a peer that lost power must not stay connected forever."""
+    """Listen, with options that accepted sockets inherit."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
-        ("TCP_USER_TIMEOUT", 1000 * _UNACKNOWLEDGED),
-    ):
+    for name, value in _KEEP_ALIVE:
         if hasattr(socket, name):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     listener.setblocking(False)
@@ -162,11 +156,10 @@ def prepare(listener: socket.socket) -> None:
 
 
 def wait_for_data(listener: socket.socket, seconds: int = DEFER_ACCEPT) -> socket.socket:
-    """Have the kernel hold each connection until its peer has sent something, or for so many seconds.
+    """Let the kernel hold each connection until its peer has sent something, or for `seconds`; return the socket.
 
-    The server then wakes once for each rank that starts, not twice: for the connection and for its first request. 0
-    changes nothing, nor does any number where the system cannot do this. Not for sockets that others have made. Returns
-    the socket.
+    The server then wakes once per starting rank instead of twice, for the connection and for its first request. 0
+    changes nothing; nor does any number on a system without the option. Not for sockets that others have made.
     """
     if seconds and hasattr(socket, "TCP_DEFER_ACCEPT"):
         with suppress(OSError):  # it only saves time
@@ -175,7 +168,7 @@ def wait_for_data(listener: socket.socket, seconds: int = DEFER_ACCEPT) -> socke
 
 
 def log_short_backlog(ranks: int | None = None) -> None:
-    """Log that the kernel cuts the backlog: a warning if `ranks` are expected and do not fit, else for debugging."""
+    """Log if the kernel limits the backlog: as a warning if `ranks` are expected and do not fit, else for debugging."""
     try:
         somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
@@ -202,17 +195,17 @@ def warn_if_exposed(
     has_tokens: bool = False,
     requires_tls: bool = False,
 ) -> None:
-    """Warn if a server can be reached from other hosts without protection: what that means, and what to do.
+    """Warn if a server is reachable from other hosts without protection, and say what to do.
 
-    It `has_tls` if it has a certificate, and `has_ca` if peers that use TLS must have one. `requires_auth`: it admits
-    nobody from another host without a token or such a certificate; `requires_tls`: nobody without TLS.
+    It `has_tls` if it has a certificate, and `has_ca` if peers that use TLS need one. `requires_auth`: peers on other
+    hosts need a token or such a certificate; `requires_tls`: all peers must use TLS.
     """
     host, port = listener.getsockname()[:2]
     if is_loopback(host):
         return
     authenticates = requires_auth or (has_ca and requires_tls)
     if has_tls and authenticates:
-        if requires_tls or not has_tokens:  # without tokens, whoever does not use TLS can do nothing
+        if requires_tls or not has_tokens:  # without tokens, a peer without TLS cannot authenticate
             return
         lacks, danger = "mandatory TLS", "a client that connects without TLS sends its token in clear text"
         needed = ["--require-tls"]
@@ -236,7 +229,7 @@ def warn_if_exposed(
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit on open files to the hard one. Only for a process that is a server."""
+    """Raise the soft limit on open files to the hard one. Only in a server process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
@@ -247,7 +240,7 @@ def raise_file_limit() -> None:
 
 
 def max_connections_by_files(reserve: int = RESERVE) -> int:
-    """Return how many more connections this process can hold, less a reserve of open files."""
+    """Return how many more connections this process can hold besides `reserve` other files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return 2**31
@@ -265,15 +258,15 @@ def presize_file_table(fd: int, connections: int) -> None:
     """Grow the kernel's table of open files, which never shrinks, to this number of connections.
 
     `fd` is any open descriptor. The table grows by doubling, and in a process with threads Linux waits for an RCU grace
-    period each time: tens of milliseconds without an accept, while ranks that connect at once overflow the backlog, are
-    dropped, and try again a second later.
+    period each time: tens of milliseconds without an accept, in which ranks that connect at once overflow the backlog,
+    are dropped, and retry a second later.
     """
     with suppress(OSError):
         os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(connections + RESERVE, _PRESIZED) - 1))
 
 
 def accept_queue(listener: socket.socket) -> tuple[int, int] | None:
-    """Return how many connections wait to be accepted, and how many may; None if the kernel does not say."""
+    """Return how many connections wait to be accepted, and how many may; None if the kernel does not report it."""
     if not sys.platform.startswith("linux") or listener.fileno() < 0:
         return None
     try:
@@ -285,7 +278,7 @@ def accept_queue(listener: socket.socket) -> tuple[int, int] | None:
 
 
 def reserve_connections(listener: socket.socket, host: str, port: int, limit: int) -> int:
-    """Return how many connections a server can hold, at most `limit` unless that is 0; prepare the kernel for them."""
+    """Prepare the kernel for the connections of a server; return how many it can hold, at most `limit` unless 0."""
     allowed_by_files = max_connections_by_files()
     connections = min(allowed_by_files, limit or allowed_by_files)
     presize_file_table(listener.fileno(), connections)
@@ -297,9 +290,9 @@ def reserve_connections(listener: socket.socket, host: str, port: int, limit: in
 
 
 def free_large_memory() -> None:
-    """Have malloc return large blocks to the system when they are freed.
+    """Make malloc return large blocks to the system when they are freed.
 
-    In a process with a thread per connection, it would keep tens of mebibytes for each that ever handled a large value.
+    In a process with a thread per connection, it would keep tens of MiB for each that ever handled a large value.
     """
     with suppress(ImportError, OSError, AttributeError):
         import ctypes

@@ -1,8 +1,8 @@
 """Log handlers that never block the event loop.
 
 Knows descriptors and logging. Must not know what is logged.
-Invariant: whoever has the other end of a descriptor, or serves the file behind it, cannot stop the server by not
-reading. A line that cannot be written is dropped and counted; the next one that can be ends with the count.
+Invariant: a reader that stops reading, or a file server that hangs, cannot stop the server. A line that cannot be
+written is dropped and counted; the next line written ends with the count.
 """
 
 import json
@@ -20,16 +20,16 @@ from typing import Final
 from .process.protocol import LogLine, encode
 
 _LONGEST: Final = 4096
-"""Bytes that a writable pipe takes without blocking (PIPE_BUF)."""
+"""Most bytes that a writable pipe takes without blocking (PIPE_BUF)."""
 
 _FILE_TIMEOUT: Final = 0.1
-"""Seconds to wait, once, for a file that does not take a line; then lines are queued until it does."""
+"""Seconds to wait, once, for a file that hangs; then lines are queued until it recovers."""
 
 _MOST_QUEUED: Final = 1000
-"""Lines that are queued for a file."""
+"""Most lines queued for a file."""
 
 _MOST_PER_SECOND: Final = 20
-"""Lines that a server process sends its owner, whose program has other things to do."""
+"""Most lines per second that a server process sends its owner, which has other things to do."""
 
 _write = os.write
 
@@ -37,7 +37,7 @@ _write = os.write
 class NonBlockingHandler(logging.Handler):
     """Writes a line to a descriptor if that is possible at once; else drops and counts it.
 
-    For a regular file a thread writes, as `poll` reports it as writable even while its file server hangs.
+    A regular file is written by a thread: `poll` reports it as writable even while its file server hangs.
     """
 
     def __init__(self, fd: int) -> None:
@@ -71,7 +71,7 @@ class NonBlockingHandler(logging.Handler):
 
 
 class JsonHandler(NonBlockingHandler):
-    """Writes a record as one line of JSON, shortened if it does not fit a pipe."""
+    """Writes a record as one line of JSON, shortened to fit a pipe."""
 
     def encode(self, record: logging.LogRecord, dropped: str) -> bytes:
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
@@ -115,7 +115,7 @@ class OwnerHandler(NonBlockingHandler):
 
 
 class _FileWriter:
-    """A thread that writes lines to a file, which may hang."""
+    """A thread that writes lines to a file that may hang."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -124,7 +124,7 @@ class _FileWriter:
         threading.Thread(target=self._run, name="tcpstore log", daemon=True).start()
 
     def put(self, line: bytes) -> bool:
-        """Write a line, usually before this returns; return False if too many are queued."""
+        """Queue a line, and wait until it is written unless the file hangs; return False if the queue is full."""
         lines = self._lines
         with lines.all_tasks_done:
             if not lines.unfinished_tasks:
@@ -139,7 +139,7 @@ class _FileWriter:
         return True
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who waits for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # other threads wait for them
         while True:
             line = self._lines.get()
             try:

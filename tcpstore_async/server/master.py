@@ -1,8 +1,8 @@
-"""The server of a master: its own, or one that it shares with other stores of this process.
+"""The server of a master: its own, or one shared with other stores of this process.
 
-Knows which address a master listens on, who shares a server, and where servers run. Must not know the protocol, or
-clients.
-Invariants: once the last handle of a server is released its port is free. A forked child holds no server of its parent.
+Knows which address a master listens on, which stores share a server, and where servers run. Must not know the protocol,
+or clients.
+Invariants: the port is free once the last handle of a server is released. A forked child holds no server of its parent.
 """
 
 import errno
@@ -13,7 +13,7 @@ import socket
 import time
 import warnings
 import weakref
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ..auth.secret_files import TlsFiles
 from ..auth.tokens import HostTokens
@@ -34,7 +34,7 @@ log = logging.getLogger("tcpstore_async.server")
 
 
 class RunningServer(Protocol):
-    """A server that was started for a master: a `ServerProcess` or a `ServerThread`."""
+    """A server started for a master: a `ServerProcess` or a `ServerThread`."""
 
     port: int
     pid: int
@@ -57,13 +57,9 @@ class _CountedServer:
 
     def __init__(self, server: RunningServer, listening: "_Listening", shared: bool, address: str) -> None:
         self.server = server
-        self.tls = listening.tls
-        self.tokens = listening.tokens
+        self.listening = listening
         self.address = address
         """Host that it listens on."""
-        self.from_fd = listening.fd is not None
-        """Whether its socket was given by the caller."""
-        self.backend = listening.backend
         self.shared = shared
         self.handles = 0
         self.owner = os.getpid()
@@ -88,7 +84,7 @@ class NoServerError(RuntimeError):
 
 
 class LateServerError(DistNetworkError):
-    """A process was started, and was not a server in time. A given socket is closed."""
+    """A process was started, but the server was not ready in time. A given socket is closed."""
 
 
 _NO_THREAD: Final = "this store's server cannot run in a thread of this process"
@@ -97,22 +93,22 @@ _shared: Final[dict[int, _CountedServer]] = {}
 """Servers started with `multi_tenant`, by port."""
 
 _running: Final[set[int]] = set()
-"""The processes of this process's servers; its own stands for those in threads."""
+"""Process ids of this process's servers; its own for servers in threads."""
 
 _shared_lock = RLock()
-"""Held while a shared server starts and stops, so that other threads wait for the outcome. Reentrant, as a garbage
-collection in between may release a handle."""
+"""Held while a shared server starts or stops, so that other threads wait for the outcome. Reentrant: a garbage
+collection meanwhile may release a handle."""
 
 
 class ServerHandle:
-    """A share in a server, released by `release`, when it is garbage, and when the interpreter ends."""
+    """A share in a server. Released by `release`, by garbage collection, and when the interpreter exits."""
 
     def __init__(self, counted: _CountedServer) -> None:
         counted.handles += 1
         self.port = counted.server.port
         self.pid = counted.server.pid
         """Process that the server runs in."""
-        self.backend = counted.backend
+        self.backend = counted.listening.backend
         self.shared = counted.shared
         """Whether other stores of this process may share the server."""
         self._counted = counted
@@ -121,7 +117,7 @@ class ServerHandle:
     def announce(self, joins: int, connections: int = 0) -> None:
         """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold their `connections`.
 
-        That is how many they need at once, 0 if one each.
+        `connections` is how many they need at once; 0 means one each.
         """
         text = self.check_capacity(joins, connections)
         if text:
@@ -129,9 +125,9 @@ class ServerHandle:
         self._counted.server.announce(joins)
 
     def check_capacity(self, joins: int, connections: int = 0) -> str:
-        """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit.
+        """Log what prevents or slows that many connections; return what prevents them, or "" if all fit.
 
-        For a store that does not wait for its workers this is all: they may be fewer, or not connected all at once.
+        A store that does not wait for its workers only logs this: they may be fewer, or not all connected at once.
         """
         server = self._counted.server
         if max(joins, connections) > server.max_connections:
@@ -142,15 +138,15 @@ class ServerHandle:
         return ""
 
     def complete(self) -> None:
-        """Note that all have joined: later connections belong to the next round."""
+        """Report that all ranks have joined: later connections belong to the next round."""
         self._counted.server.complete()
 
     def crash(self) -> str:
-        """Return how the server process crashed, in a sentence, or "" if it has not."""
+        """Return how the server process crashed, as a sentence, or "" if it has not."""
         return self._counted.server.crash()
 
     def release(self) -> None:
-        """Give up the share; the last one stops the server, whose port is free on return.
+        """Give up the share. The last one stops the server, whose port is free on return.
 
         Idempotent. Does nothing in a forked child.
         """
@@ -174,16 +170,16 @@ def host(
 ) -> ServerHandle:
     """Start a server on `port`, or share one; port 0 lets the kernel choose. It serves on return.
 
-    It listens on `bind_host`, by default what TCPSTORE_BIND names, else every address of this machine; or on the socket
+    It listens on `bind_host`, or the address in TCPSTORE_BIND, or every address of this machine; or on the socket
     `listen_fd`, of which it takes ownership. With `multi_tenant`, stores of this process share the server of a port. It
-    runs in a process of its own; in a thread of this process if TCPSTORE_SERVER asks for that or no process can be
-    started, and `may_be_thread` allows it. With `tls` it serves TLS beside plain connections. `tokens` says whom it
-    lets in: everybody without it.
+    runs in a process of its own, or in a thread of this process if TCPSTORE_SERVER says so or no process can be
+    started, and `may_be_thread` allows it. With `tls` it serves TLS beside plain connections. `tokens` says which
+    clients are admitted: all without it.
 
-    `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the server that is started, but
-    for nothing else. Raises DistNetworkError if the address cannot be had or the server is not ready in time,
+    `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the started server, but for
+    nothing else. Raises DistNetworkError if the address is unavailable or the server is not ready in time,
     DistStoreError if `listen_fd` has another port or the file of token keys cannot be used, and RuntimeError if the
-    server could only be a thread and must not: `listen_fd` is the caller's again then.
+    server could only run in a thread and must not; `listen_fd` is the caller's again then.
     """
     check_backend(backend, tls is not None, tokens is not None)
     in_thread = _runs_in_thread()
@@ -192,7 +188,7 @@ def host(
     check_port(port)
     if tls is not None:
         tls = TlsFiles(*[path and os.path.abspath(path) for path in tls])
-        make_context(tls)  # what is wrong with the files is not to be found in another process's log
+        make_context(tls)  # raise here what would otherwise fail in the server process
     if tokens is not None:
         check_host_tokens(tokens)
     listening = _Listening(port, bind_host or os.environ.get(BIND), listen_fd, backend, tls, tokens)
@@ -211,15 +207,15 @@ def host(
             counted = _start(listening, in_thread, may_be_thread, left, shared=True)
             _shared[counted.server.port] = counted
         elif listen_fd is not None:
-            listening.open().close()
+            listening.open().close()  # raises if it is no socket for this port
         else:
             _check_address(counted, listening.bind_host)
-        if tls != counted.tls:
+        if tls != counted.listening.tls:
             raise DistNetworkError(
                 f"cannot share the server on port {counted.server.port}: it was not started with the certificate that "
                 "this store asks for; use another port"
             )
-        if tokens != counted.tokens:
+        if tokens != counted.listening.tokens:
             raise DistNetworkError(
                 f"cannot share the server on port {counted.server.port}: its token or token keys differ from those of "
                 "this store; use another port"
@@ -232,7 +228,7 @@ def host(
 
 
 def check_host_tokens(tokens: HostTokens) -> None:
-    """Raise AccessDeniedError if the file of token keys cannot be used: it would be in another process's log."""
+    """Raise AccessDeniedError if the file of token keys cannot be used."""
     try:
         tokens.checker()
     except OSError as error:
@@ -261,8 +257,8 @@ def _too_many(joins: int, connections: int, server: RunningServer) -> str:
 
 
 def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
-    """Raise DistNetworkError if a store asks for another address than that of the server it would share."""
-    if bind_host is None and counted.from_fd:
+    """Raise DistNetworkError if a store asks for a different address than that of the server it would share."""
+    if bind_host is None and counted.listening.fd is not None:
         return
     wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANY_ADDRESS[0]
     if wanted != counted.address and not (wanted in _ANY_ADDRESS and counted.address in _ANY_ADDRESS):
@@ -275,27 +271,19 @@ def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
 # The socket
 
 
-class _Listening:
-    """What a server is to listen on."""
+class _Listening(NamedTuple):
+    """Where a server should listen, and how it should serve."""
 
-    def __init__(
-        self,
-        port: int,
-        bind_host: str | None,
-        listen_fd: int | None,
-        backend: str,
-        tls: TlsFiles | None,
-        tokens: HostTokens | None,
-    ) -> None:
-        self.tls = tls
-        self.tokens = tokens
-        self.port = port
-        self.bind_host = bind_host
-        self.fd = listen_fd
-        self.backend = backend
+    port: int
+    bind_host: str | None
+    fd: int | None
+    """A socket given by the caller."""
+    backend: str
+    tls: TlsFiles | None
+    tokens: HostTokens | None
 
     def open(self) -> socket.socket:
-        """Return a listening socket. Raises what PyTorch's server of this backend does if that fails."""
+        """Return a listening socket. Raises what PyTorch's server of this backend raises."""
         return self._bind() if self.fd is None else self._adopt(self.fd)
 
     def _bind(self) -> socket.socket:
@@ -308,7 +296,7 @@ class _Listening:
         raise errors_of(self.backend).no_address(self.port, tried, _running)
 
     def _adopt(self, fd: int) -> socket.socket:
-        """Take ownership of `fd`, if it is a socket, and listen on it."""
+        """Listen on `fd`, and take ownership of it if it is a socket."""
         errors = errors_of(self.backend)
         try:
             listener = socket.socket(fileno=fd)
@@ -325,7 +313,7 @@ class _Listening:
 
 
 def _everywhere(port: int) -> list[tuple[int, Address]]:
-    """Return what PyTorch's servers try: both families, or IPv4 if that fails, whatever the reason."""
+    """Return the addresses that PyTorch's servers try: both families, then IPv4 alone after any error."""
     return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
 
 
@@ -356,7 +344,10 @@ def _start(
                 listener.detach()
             raise
         if server is None:
-            server = _start_thread(listener, listening)
+            from .in_process import ServerThread  # most masters do not need it
+
+            tls = None if listening.tls is None else ServerTls(listening.tls)
+            server = ServerThread(listener.dup(), listening.backend, tls, listening.tokens)
         return _CountedServer(server, listening, shared, address)
 
 
@@ -365,9 +356,9 @@ def _start_process(
 ) -> RunningServer | None:
     """Start a server process; return None, after a warning, if that fails and a thread will do.
 
-    Raises DistNetworkError if it is not ready in time, which leaves none for a thread either.
+    Raises LateServerError if it is not ready in time: there is no time left for a thread either.
     """
-    from .process import parent  # for masters only: it costs other clients nothing
+    from .process import parent  # only masters need it
 
     try:
         return parent.start(
@@ -384,13 +375,6 @@ def _start_process(
             raise NoServerError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
-
-
-def _start_thread(listener: socket.socket, listening: _Listening) -> RunningServer:
-    from .in_process import ServerThread
-
-    tls = None if listening.tls is None else ServerTls(listening.tls)
-    return ServerThread(listener.dup(), listening.backend, tls, listening.tokens)
 
 
 _warned = False
@@ -410,7 +394,7 @@ def _warn(error: Exception) -> None:
 
 
 def _forget_inherited() -> None:
-    """In a forked child: it may start servers, but owns none."""
+    """In a forked child: forget the servers, which are the parent's."""
     global _shared_lock
     _shared_lock = RLock()
     _shared.clear()

@@ -1,8 +1,8 @@
-"""Whose process is at the other end of a connection from this host, as the kernel knows it.
+"""Ask the kernel which user owns the other end of a connection from this host.
 
 Knows Linux's sock_diag (netlink). Must not know what a connection is for, nor log.
-Invariants: one exact look-up a connection, whose cost does not grow with the number of sockets. Whatever cannot be
-found out is a refusal.
+Invariants: one exact look-up per connection, whose cost does not grow with the number of sockets. A user that cannot be
+determined is an error, never a guess.
 """
 
 import errno
@@ -30,10 +30,10 @@ _CLOSE_WAIT: Final = 8
 _HEADER: Final = struct.Struct("=IHHII")
 """Length, type, flags, sequence number and port of a netlink message."""
 _REQUEST: Final = struct.Struct("=BBBxI")
-"""Of inet_diag_req_v2: family, protocol, extensions, states; the socket's addresses follow."""
+"""The start of inet_diag_req_v2: family, protocol, extensions, states. The socket's addresses follow."""
 _PORTS: Final = struct.Struct("!HH")
 _INTERFACE: Final = struct.Struct("=III")
-"""The interface and the cookie of a socket's addresses."""
+"""Interface and cookie, the end of inet_diag_req_v2."""
 _ERROR: Final = struct.Struct("=i")
 _OWNER: Final = struct.Struct("=II")
 """User and inode, at the end of inet_diag_msg."""
@@ -42,18 +42,17 @@ _MOST_REPLY: Final = 4096
 
 
 class UnknownOwnerError(Exception):
-    """Nobody can say whose process is at the other end; the text says why."""
+    """The owner of the other end cannot be determined; the text says why."""
 
 
 class PeerUsers:
-    """Looks up the users of connections from this host.
+    """Looks up the users of connections from this host. Not to be shared between threads.
 
-    One netlink socket, which sees the network namespace in which it was made: that of this process. Not to be shared
-    between threads.
+    Its netlink socket sees the network namespace of this process.
     """
 
     def __init__(self) -> None:
-        """Raises DistNetworkError where the kernel does not say whose a socket is: on other systems than Linux."""
+        """Raises DistNetworkError if the kernel does not report the owners of sockets, which needs Linux."""
         self.user: int = os.geteuid()
         """The user of this process."""
         self._number = 0
@@ -74,17 +73,17 @@ class PeerUsers:
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free the netlink socket. Idempotent."""
         self._netlink.close()
 
     def look_up(self, connection: socket.socket) -> int:
         """Return the user ID of the process that made the other end of an accepted connection.
 
-        Raises UnknownOwnerError if that is not, or not any more, a socket of this host's network namespace.
+        Raises UnknownOwnerError if that end is not, or no longer, a socket of this network namespace.
         """
         try:
             found = self._owner(connection.family, connection.getpeername(), connection.getsockname())
-            # While this end is open nobody else can have the same two addresses: it is this peer that was found.
+            # No other socket can have the same two addresses while this end is open, so the peer's was found.
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         except OSError as error:
             raise UnknownOwnerError(f"the kernel does not report it ({error.strerror})") from None
@@ -93,7 +92,7 @@ class PeerUsers:
         return found
 
     def _owner(self, family: int, peer: tuple[Any, ...], here: tuple[Any, ...]) -> int:
-        """Return the user of the socket at `peer` that is connected to `here`. Raises UnknownOwnerError and OSError."""
+        """Return the user of the socket at `peer` connected to `here`. Raises UnknownOwnerError and OSError."""
         interface = peer[3] if family == socket.AF_INET6 else 0
         addresses = [_packed(family, one[0]) for one in (peer, here)]
         if len(addresses[0]) == 4:
@@ -119,12 +118,12 @@ class PeerUsers:
             raise OSError(code, os.strerror(code))
         user: int
         user, inode = _OWNER.unpack_from(reply, _OWNER_AT)
-        if not inode:  # no process has it any more, and the kernel calls that user 0
+        if not inode:  # no process holds it any more, for which the kernel reports user 0
             raise UnknownOwnerError("the peer has already closed the connection")
         return user
 
     def _try(self) -> None:
-        """Raise DistNetworkError if a connection of this process to itself is not found, or has another user."""
+        """Raise DistNetworkError if a connection of this process to itself is not found, or has a different user."""
         if self.user == _overflow_user():
             raise _unavailable(
                 f"this process runs as user {self.user}, which stands for all users that are not mapped in this user "
@@ -149,7 +148,7 @@ class PeerUsers:
 
 
 def own_connections() -> Callable[[socket.socket], bool]:
-    """Return what says whether a process of this user made a connection; it says so of all where nobody knows."""
+    """Return a check whether a process of this user made a connection; always True if the kernel cannot tell."""
     try:
         users = PeerUsers()
     except DistNetworkError:
@@ -165,14 +164,14 @@ def own_connections() -> Callable[[socket.socket], bool]:
 
 
 def _packed(family: int, host: str) -> bytes:
-    """Return the bytes of an address as the kernel keeps it: an IPv4 one as that, even of an IPv6 socket."""
+    """Return an address in bytes, as the kernel keeps it: an IPv4-mapped one as IPv4."""
     data = socket.inet_pton(family, host.partition("%")[0])
     mapped = IPv6Address(data).ipv4_mapped if family == socket.AF_INET6 else None
     return data if mapped is None else mapped.packed
 
 
 def _overflow_user() -> int:
-    """Return the user ID that stands for several in this user namespace; -1 if none does."""
+    """Return the user ID that stands for all unmapped users of this user namespace; -1 if all are mapped."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return -1

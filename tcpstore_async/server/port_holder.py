@@ -1,7 +1,7 @@
-"""Who holds a TCP port of this machine, for errors and for `tcpstore doctor`.
+"""Find the holder of a TCP port of this machine, for errors and for `tcpstore doctor`.
 
 Knows Linux's /proc. Must not know why it is asked.
-Invariants: nothing is raised; what cannot be read, or not in time, is left out of the answer. No name is looked up.
+Invariants: nothing is raised; what cannot be read in time is left out of the answer. No name is resolved.
 """
 
 import errno
@@ -20,15 +20,15 @@ from ..base.addresses import format_address
 PROC: Final = Path("/proc")
 
 _SECONDS: Final = 0.5
-"""Time for an answer. A machine may have a million open files."""
+"""Time limit. A machine may have a million open files."""
 
 _LISTEN: Final = "0A"
 
 _LONGEST: Final = 100
-"""Characters of a command."""
+"""Most characters of a command line."""
 
 _FILES_PER_LOOK: Final = 256
-"""Open files after which the time is looked at."""
+"""Lines or open files between two checks of the time."""
 
 
 class _Socket(NamedTuple):
@@ -46,11 +46,11 @@ class Holder(NamedTuple):
     """What holds a port."""
 
     peer: str
-    """Other end of the connection that holds it; "" if the port is listened on."""
+    """Other end of the connection that holds it; "" for a listening socket."""
     uid: int
     """User who made the socket."""
     pid: int = 0
-    """0 if the process cannot be found from here: it is another user's, in another container, or the time is up."""
+    """0 if the process was not found: it is another user's, in another container, or time was up."""
     command: str = ""
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Holder(NamedTuple):
 
 
 def find_holder(host: str, port: int, proc: Path = PROC, seconds: float = _SECONDS) -> Holder | None:
-    """Return what keeps others from listening on an address of this machine; None if nothing is found.
+    """Return what prevents listening on an address of this machine; None if nothing is found.
 
     `host` is an IPv4 or IPv6 address. Takes about `seconds` at most.
     """
@@ -82,12 +82,12 @@ def find_holder(host: str, port: int, proc: Path = PROC, seconds: float = _SECON
 
 
 def holder_of(error: OSError, host: object, port: int) -> Holder | None:
-    """Return who holds the address, if the error of listening there is that it is in use, and the holder is found."""
+    """Return the holder of the address if `error` says that it is in use; None if it does not, or none is found."""
     return find_holder(str(host), port) if error.errno == errno.EADDRINUSE and port else None
 
 
 def by_holder(error: OSError, host: object, port: int) -> str:
-    """Return " by …", to follow "Address already in use", if that is the error and the holder is found; else ""."""
+    """Return " by …", to follow "Address already in use", or "" if `holder_of` finds none."""
     holder = holder_of(error, host, port)
     return f" by {holder}" if holder is not None else ""
 
@@ -101,13 +101,13 @@ def _find_socket(host: str, port: int, proc: Path, end: float) -> _Socket | None
                 continue
             if found.listens:
                 return found
-            if found.inode:  # else it has been closed, and is no obstacle
+            if found.inode:  # a closed connection is no obstacle
                 connection = connection or found
     return connection
 
 
 def _sockets(table: Path, port: int, end: float) -> Iterator[_Socket]:
-    """Yield the sockets with this local port, those that listen first, as the kernel lists them."""
+    """Yield the sockets with this local port, in the kernel's order: listening ones first."""
     wanted = f":{port:04X}"
     with suppress(OSError, ValueError, IndexError), open(table) as file:
         for number, text in enumerate(file):
@@ -121,7 +121,7 @@ def _sockets(table: Path, port: int, end: float) -> Iterator[_Socket]:
 
 
 def _address(text: str) -> str:
-    """Return an address that the kernel has printed as words in its own byte order."""
+    """Parse an address that the kernel prints as words in native byte order."""
     digits = text.rpartition(":")[0]
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
@@ -129,7 +129,7 @@ def _address(text: str) -> str:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether a socket that listens on one address keeps others from listening on the other."""
+    """Return whether a socket listening on one address prevents listening on the other."""
     try:
         first, second = _plain(one), _plain(other)
     except ValueError:
@@ -143,9 +143,9 @@ def _plain(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _find_process(inode: int, proc: Path, end: float) -> int:
-    """Return the process that has a socket open; 0 if there is none to be seen.
+    """Return the process that has a socket open; 0 if none is found.
 
-    Looks at this one first, then at younger ones: it may have started them.
+    Tries this process first, then younger ones, which it may have started.
     """
     wanted = f"socket:[{inode}]"
     try:
@@ -166,7 +166,7 @@ def _find_process(inode: int, proc: Path, end: float) -> int:
 
 
 def _command(proc: Path, pid: int) -> str:
-    """Return the command line of a process as printable text, shortened; of a whole program, the first line."""
+    """Return the command line of a process, printable and shortened; of a multi-line argument, the first line."""
     try:
         with open(proc / str(pid) / "cmdline", "rb") as file:
             raw = file.read(4 * _LONGEST).rstrip(b"\0")

@@ -13,15 +13,17 @@ from typing import Final
 from ..base.errors import counted
 
 _FIRST_SECONDS: Final = 1.0
+"""Time between the first two lines about one failure; it doubles with each line."""
+
 _MOST_SECONDS: Final = 60.0
-"""Time between two lines about the same failure: the first two, and after it has doubled with each line."""
+"""Longest time between two lines about one failure."""
 
 _NUMBERS: Final = re.compile(r"\d+")
-"""Ports, process ids and counts: texts that differ only in them are about the same failure."""
+"""Ports, process ids and counts: texts that differ only in these are about the same failure."""
 
 
 class _Kind:
-    """What was logged last about failures of one kind."""
+    """The last line about failures of one kind, and what was suppressed since."""
 
     def __init__(self) -> None:
         self.failure = ""
@@ -32,15 +34,15 @@ class _Kind:
         self.suppressed = 0
 
     def log(self, now: float) -> int:
-        """Note that a line is logged; return how many were not before it."""
+        """Note that a line is logged; return how many were suppressed before it."""
         suppressed, self.suppressed, self.logged_at = self.suppressed, 0, now
         return suppressed
 
 
 class RateLimitedLog:
-    """Logs one message of each kind per second at most, and the same failure ever less often, once a minute in the end.
+    """Logs at most one message of each kind per second, and a repeated failure ever less often, down to once a minute.
 
-    What is not logged is counted, and a later line has the count.
+    Other messages are counted, and a later line has the count.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class RateLimitedLog:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str) -> bool:
-        """Log a message or count it; return whether it was logged."""
+        """Log a message, or count it; return whether it was logged."""
         now = self._clock()
         failure = _NUMBERS.sub("", text)
         known = self._kinds.get(kind)
@@ -67,7 +69,7 @@ class RateLimitedLog:
                 return False
             if is_same and passed < 2 * known.seconds:
                 known.seconds = min(2 * known.seconds, _MOST_SECONDS)
-            else:  # another failure, or it had stopped
+            else:  # a different failure, or one that had stopped and is back
                 known.seconds = _FIRST_SECONDS
         known.failure = failure
         suppressed = known.log(now)
@@ -75,7 +77,7 @@ class RateLimitedLog:
         return True
 
     def flush_due(self) -> float:
-        """Log the counts that are due; return the seconds until another one is, 0 if there is none."""
+        """Log the counts that are due; return the seconds until the next one is, 0 if there is none."""
         now = self._clock()
         next_one = 0.0
         for name, kind in self._kinds.items():
@@ -88,7 +90,7 @@ class RateLimitedLog:
         return next_one
 
     def flush(self) -> None:
-        """Log how many messages of each kind have been suppressed since the last one that was logged."""
+        """Log all counts."""
         now = self._clock()
         for name, kind in self._kinds.items():
             if kind.suppressed:

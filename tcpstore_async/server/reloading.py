@@ -1,9 +1,8 @@
-"""Loading again the files that a server was started with: its certificate, the keys of tokens, revoked tokens.
+"""Reload the files that a server was started with: its certificate, token keys, revoked tokens.
 
-Knows which files there are, how to notice that they have changed, and whose connections end. Must not know what is in
-the files.
-Invariants: files that cannot be used change nothing, which is logged. A file that is being written is not read, if
-nobody asks for it: one that has changed has to be the same at two looks. A file system that hangs stops no server.
+Knows which files there are, how to notice changes, and which connections end. Must not know what is in the files.
+Invariants: files that cannot be used are logged and change nothing. Unless asked to, it reads no file that is still
+being written: a changed file must look the same twice in a row. A file system that hangs does not stop the server.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from ..auth.tokens import SharedTokens, TokenFiles
 from .base import Server
 
 LOOK_SECONDS: Final = 2.0
-"""Time between two looks at the files of a server that is told nothing."""
+"""Time between two looks at the files of a server that gets no signals."""
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -36,7 +35,7 @@ class Reloading:
         self._paths = [*paths, *([] if self._tokens is None else self._tokens.paths())]
 
     def reload(self, why: str) -> None:
-        """Load the files, and close the connections whose token is no longer valid. On the loop; logs what is wrong."""
+        """Load the files, and close connections whose token is no longer valid. Logs errors. On the loop."""
         server, tokens = self._server, self._tokens
         if not self._paths:
             log.info("%s: this server has no files to reload; it keeps running", why)
@@ -52,12 +51,12 @@ class Reloading:
             log.error("cannot reload the token files: %s; the previous ones stay in use", error)
             return
         with server.lock:
-            server.note_admin(why, f"{why}: reloaded {tokens.describe()}")
+            server.log_audit(why, f"{why}: reloaded {tokens.describe()}", logging.INFO)
         server.close_invalid(ended)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Reload when files have changed, for as long as the context lasts; for a server that nobody sends a signal."""
+        """Reload changed files while the context lasts, for a server that gets no signals."""
         over = threading.Event()
         if self._paths:
             loop, loaded = asyncio.get_running_loop(), self._state()
@@ -65,10 +64,10 @@ class Reloading:
         try:
             yield
         finally:
-            over.set()  # nobody waits for the thread, as a file system may hang
+            over.set()  # the thread is not joined: the file system may hang
 
     def _run(self, loop: asyncio.AbstractEventLoop, loaded: _State, over: threading.Event) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who waits for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # other threads wait for them
         self._watch(loop, loaded, over)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, loaded: _State, over: threading.Event) -> None:
@@ -77,7 +76,7 @@ class Reloading:
             now = self._state()
             if now != loaded and now == before:
                 loaded = now
-                with suppress(RuntimeError):  # the loop is closed
+                with suppress(RuntimeError):  # the loop may be closed already
                     loop.call_soon_threadsafe(self.reload, "files changed")
             before = now
 
@@ -86,7 +85,7 @@ class Reloading:
 
 
 def _state_of(path: str) -> tuple[int, int, int] | None:
-    """Return what changes when a file does, None if there is none."""
+    """Return values that change when the file does; None if there is no such file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,8 +1,7 @@
-"""How long a server takes: distributions that are kept while it runs.
+"""Histograms of a server's service times.
 
-Knows numbers of seconds. Must not know what was done in them, nor who asks.
-Invariant: what is kept has a fixed size. One turn of the loop in `_EVERY` is timed, so that the clock costs next to
-nothing.
+Must not know what takes the time, or who asks.
+Invariant: the size is fixed. One turn of the loop in `_EVERY` is timed, so that the clock costs next to nothing.
 """
 
 import time
@@ -13,10 +12,10 @@ BOUNDS: Final[tuple[float, ...]] = (
     0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
     5.0, 10.0,
 )  # fmt: skip
-"""Upper bounds of a histogram's buckets, in seconds; a last bucket is for what took longer."""
+"""Upper bounds of a histogram's buckets, in seconds; one more bucket follows for longer times."""
 
 _EVERY: Final = 29
-"""Of so many turns one is timed: a prime, so that it does not follow a pattern of the load."""
+"""One turn in this many is timed. A prime, so that it does not follow a pattern of the load."""
 
 
 class Histogram:
@@ -27,28 +26,27 @@ class Histogram:
         self.sum: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.sum += seconds
 
     def as_fact(self) -> dict[str, Any]:
-        """Return it for a reply."""
+        """Return the histogram for a reply of the admin socket."""
         return {"bounds": list(BOUNDS), "counts": list(self.counts), "sum": round(self.sum, 6)}
 
 
 class ServiceTimes:
-    """How long requests, and the turns of the loop that serve them, take."""
+    """Histograms of requests, and of the turns of the loop that serve them."""
 
     def __init__(self) -> None:
         self.service = Histogram()
-        """From the beginning of a turn, when the kernel has reported a request, until its replies are handed to it."""
+        """From the start of a turn, when the kernel has reported a request, until it has been handed the replies."""
         self.turn_times = Histogram()
-        """All that is served in one turn."""
+        """Whole turns."""
         self._untimed: int = 0
-        """Turns until the next one that is timed."""
+        """Turns to skip before the next timed one."""
 
     def begin(self) -> float:
-        """Return the time if the turn that begins is timed; else 0."""
+        """Return the start time of a turn if it is timed; else 0."""
         if self._untimed > 0:
             self._untimed -= 1
             return 0.0
@@ -56,9 +54,9 @@ class ServiceTimes:
         return time.perf_counter()
 
     def served(self, began: float) -> None:
-        """A connection has been served in a turn that is timed."""
+        """Note that a connection was served in a timed turn."""
         self.service.add(time.perf_counter() - began)
 
     def end(self, began: float) -> None:
-        """The turn is over."""
+        """Note the end of a timed turn."""
         self.turn_times.add(time.perf_counter() - began)

@@ -1,9 +1,9 @@
-"""Ports of a server that stand for stores with names, for clients that can say no name: PyTorch's C++ client.
+"""Ports of a server that stand for named stores, for clients that cannot name one: PyTorch's C++ client.
 
 Knows listening sockets and their numbers. Must not know the protocol, or what a store is.
 
-Invariants: a port listens where the server does before anybody learns of it, and is closed with its store. Ports leave
-most of what the server can hold to connections.
+Invariants: a port listens, on the server's address, before a client learns of it, and is closed with its store. Most of
+what the server can hold is left to connections.
 """
 
 import asyncio
@@ -19,19 +19,20 @@ from .fork_safety import close_on_fork
 from .listen_socket import listen_at, v6_only
 
 ANY: Final = range(1)
-"""Port 0, for which the kernel chooses a free one."""
+"""Port 0: the kernel chooses a free one."""
 
 NONE: Final = range(0)
+"""No ports for named stores."""
 
 _TRIES: Final = 64
-"""Ports of a range that are tried for one store, in some 0.3 ms; the next store goes on with the next ones."""
+"""Ports of a range tried for one store, in about 0.3 ms; the next store continues with the following ports."""
 
 _SHARE: Final = 4
-"""One in so many of the connections that a server can hold may be a port instead."""
+"""One in this many of the connections that a server can hold may be a port instead."""
 
 
 class StorePorts:
-    """The ports of one server. To be used with the server's lock."""
+    """The ports of one server. Call methods with the server's lock."""
 
     def __init__(
         self,
@@ -42,15 +43,15 @@ class StorePorts:
         served: Callable[[], None],
         log: Callable[[str, str], None],
     ) -> None:
-        """`listener` listens where the ports shall; `call_soon` has the loop call a function.
+        """Open ports on the address of `listener`; `call_soon` schedules a call on the loop.
 
-        `serve` gets the descriptor, host and port of each connection, and the store whose port it has come to; like
-        the others, it is as for an `Acceptor`.
+        `serve` gets the descriptor, host and port of each connection, and the store whose port it came to. Otherwise
+        it is, with `served` and `log`, as for `Acceptor`.
         """
         self.numbers: range = ANY
-        """From which the ports are taken."""
+        """Ports to choose from."""
         self.most: int = 0
-        """How many there may be; known once the server has started."""
+        """Most ports at a time; 0 until the server starts."""
         self._address = listener.getsockname()
         self._family = listener.family
         self._v6_only = v6_only(listener)
@@ -61,18 +62,18 @@ class StorePorts:
         self._log = log
         self._acceptors: dict[NamedStore, Acceptor] = {}
         self._next = 0
-        """The place in `numbers` of the next one to try."""
+        """Index, modulo its length, of the next of `numbers` to try."""
         self._stopped = False
 
     def __len__(self) -> int:
         return len(self._acceptors)
 
     def reserve(self, connections: int) -> None:
-        """Learn how many connections the server can hold."""
+        """Set the number of ports from the number of connections that the server can hold."""
         self.most = connections // _SHARE
 
     def open(self, store: NamedStore) -> int | str:
-        """Listen for a store; return the port, or why there can be none."""
+        """Listen for a store; return the port, or why there is none."""
         if self._stopped:
             return "the server is stopping"
         if not self.numbers:
@@ -84,14 +85,17 @@ class StorePorts:
         except OSError as error:
             where = "" if self.numbers == ANY else f" on any of the ports {self.numbers[0]}-{self.numbers[-1]}"
             return f"the server cannot listen{where}: {error.strerror or error}"
-        acceptor = Acceptor(self._loop, listener, partial(self._accepted, store), self._served, self._log)
+        serve = self._serve
+        acceptor = Acceptor(
+            self._loop, listener, lambda fd, host, port: serve(fd, host, port, store), self._served, self._log
+        )
         self._acceptors[store] = acceptor
         self._call_soon(acceptor.resume)
         port: int = listener.getsockname()[1]
         return port
 
     def close(self, store: NamedStore) -> None:
-        """Have the loop close the port of a store, which has ended; who connects until then is not served."""
+        """Schedule closing the port of a store that has ended. Connections until then are rejected."""
         self._call_soon(partial(self._close, store))
 
     def stop(self) -> None:
@@ -118,6 +122,3 @@ class StorePorts:
                     raise
                 refused = error.errno, error.strerror
         raise OSError(*refused)
-
-    def _accepted(self, store: NamedStore, fd: int, host: str, port: int) -> None:
-        self._serve(fd, host, port, store)

@@ -1,7 +1,7 @@
-"""What systemd hands a service, and what the service tells it: LISTEN_FDS and sd_notify.
+"""systemd's protocols for services: socket activation (LISTEN_FDS) and sd_notify.
 
 Knows the environment and the notification socket. Must not know what is served.
-Invariant: a service manager that does not listen, or that there is none, changes nothing.
+Invariant: without a service manager, or with one that does not listen, nothing changes.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from typing import Final
 from ..base.errors import DistNetworkError
 
 _FIRST_FD: Final = 3
-"""The first descriptor that is handed over, as sd_listen_fds(3) has it."""
+"""The first descriptor passed, see sd_listen_fds(3)."""
 
 _STATUS_SECONDS: Final = 5.0
-"""Time between two looks at the status without a watchdog."""
+"""Time between two status updates without a watchdog."""
 
 log = logging.getLogger("tcpstore_async.server")
 
 
 def activated_fd(environ: MutableMapping[str, str] = os.environ) -> int | None:
-    """Return the socket that systemd has opened for this process; None if there is none.
+    """Return the descriptor of the socket that systemd passed to this process; None if there is none.
 
-    The variables are removed, so that no child takes them for its own. Raises DistNetworkError for several sockets.
+    Removes the variables, so that no child takes them for its own. Raises DistNetworkError for several sockets.
     """
     is_ours = environ.get("LISTEN_PID") == str(os.getpid())
     given = [environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
@@ -45,15 +45,15 @@ def activated_fd(environ: MutableMapping[str, str] = os.environ) -> int | None:
 
 
 class Manager:
-    """The service manager of this process, if there is one that wants to be told."""
+    """The service manager of this process, if there is one that listens."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Take the address of the manager's socket from the environment, so that no child uses it."""
+        """Take the address of the manager's socket out of the environment, so that no child uses it."""
         address = environ.pop("NOTIFY_SOCKET", "")
         microseconds = environ.pop("WATCHDOG_USEC", "")
         is_ours = environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog: float = int(microseconds) / 1e6 if is_ours and microseconds.isdecimal() else 0.0
-        """Seconds without a sign of life after which the manager ends this process; 0 for never."""
+        """Seconds without a heartbeat after which the manager ends this process; 0 for never."""
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket: socket.socket | None = None
         self._status = ""
@@ -66,13 +66,13 @@ class Manager:
         return self._socket is not None
 
     def notify(self, *assignments: str) -> None:
-        """Send assignments such as READY=1; a manager that takes nothing now misses them."""
+        """Send assignments such as READY=1; they are lost if the manager's socket is full."""
         if self._socket is None:
             return
         try:
             self._socket.sendto("\n".join(assignments).encode(), self._address)
         except BlockingIOError:
-            pass  # the next sign of life is soon enough for the watchdog
+            pass  # the next heartbeat is soon enough for the watchdog
         except OSError as error:
             log.warning("cannot notify the service manager: %s", error.strerror)
             self.close()
@@ -85,7 +85,7 @@ class Manager:
         self.notify("STOPPING=1", "STATUS=waiting for clients to disconnect")
 
     def beat(self, status: str) -> None:
-        """Give a sign of life, and the status if it is another one."""
+        """Send a heartbeat if there is a watchdog, and the status if it has changed."""
         changed = [f"STATUS={status}"] if status != self._status else []
         beats = ["WATCHDOG=1"] if self.watchdog else []
         self._status = status
@@ -100,7 +100,7 @@ class Manager:
 
 @asynccontextmanager
 async def supervised(status: Callable[[], str]) -> AsyncIterator[Manager]:
-    """Tell the service manager that this process is ready, and from then on that its loop runs; yields the manager.
+    """Notify the service manager that this process is ready, then send heartbeats from its loop; yield the manager.
 
     `status` returns one line for `systemctl status`.
     """

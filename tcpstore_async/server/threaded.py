@@ -1,8 +1,8 @@
 """The legacy server: one thread per connection, and one lock over the store.
 
 Knows threads and sockets. Must not know opcodes, keys, or what a command means.
-Invariants: the lock is never held while anything waits. Only a connection's own thread reads from it and frees its
-descriptor. Whoever holds the lock may write what the kernel takes at once; one thread writes the rest, for all
+Invariants: no thread blocks while it holds the lock. Only a connection's own thread reads from it and frees its
+descriptor. The holder of the lock may write what the kernel takes at once; one thread writes the rest, for all
 connections. A peer that does not read is not read from. Once started, only a new connection needs a new thread.
 
 It replies byte for byte as the event-driven server does, but has no TLS, no tokens and no links. It exists because
@@ -10,6 +10,7 @@ PyTorch has one (`use_libuv=False`): every rank costs a thread, and every comman
 """
 
 import errno
+import os
 import select
 import socket
 import threading
@@ -28,21 +29,19 @@ from ..session.transport import Transport
 from ..session.unsent import PIECES
 from ..wire.values import Framed, length
 from . import base
-from .listen_socket import CONNECTION_ERRORS, free_large_memory
+from .accepting import ACCEPT_PAUSE
+from .listen_socket import free_large_memory
 from .threads import FairLock, Worker
 
 _READ: Final = 16 * 1024
-"""More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
+"""Bytes read at once. With more, a peer that sends the shortest commands would hold the lock longer than 10 ms."""
 
 _SESSION_BYTES: Final = SESSION_BYTES + 64 * 1024
 """Cost of one connection, its thread included."""
 
-_PAUSE: Final = 0.1
-"""Seconds without accepting after the system refused a descriptor, memory or a thread."""
-
 
 class Connection(Transport):
-    """A session and its socket. Call everything but what its own thread does with the lock."""
+    """A session and its socket. Only `run` and what it calls may be called without the lock."""
 
     def __init__(
         self, server: "ThreadedServer", peer: socket.socket, host: str, port: int, store: NamedStore | None = None
@@ -51,13 +50,13 @@ class Connection(Transport):
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
-        """Set while there are no unsent bytes. The writer sends those that there are."""
+        """Set while there are no unsent bytes; the writing thread sets it when it has sent them."""
         self.caught_up.set()
         self.is_closed = False
         self.finishing = False
-        """Whether it lasts only until the peer has read its replies."""
+        """Whether it lasts only until its unsent bytes are sent."""
         self.broken = False
-        """Whether its thread has found that it ended otherwise than by its peer's end."""
+        """Whether its thread has read an error other than the peer's own close."""
 
     # Its own thread
 
@@ -85,13 +84,13 @@ class Connection(Transport):
             while self._behind():
                 self._catch_up()
             if self.is_closed:
-                return  # what was not read makes the end a reset, which wakes a peer that is blocked sending
+                return  # bytes left in the kernel make the close a reset, which wakes a peer blocked in send()
             if self.finishing:
                 break
         self.caught_up.wait()  # the peer may still be reading
 
     def _read(self) -> bytes:
-        """Return what the peer sends next, or nothing at the end of the connection, whoever closed it."""
+        """Return the next bytes, or none at the end of the connection, whichever side closed it."""
         try:
             return self.peer.recv(_READ)
         except OSError as error:
@@ -99,16 +98,16 @@ class Connection(Transport):
             return b""
 
     def _behind(self) -> bool:
-        """Return whether the peer has to read before it is read from again."""
+        """Return whether the peer must read replies before it is read from again."""
         session = self.session
         if self.is_closed or self.finishing:
             return False
         return session.stalled() or session.unsent > self.server.limits.unsent_high_water
 
     def _catch_up(self) -> None:
-        """Wait until the peer has been sent everything, then go on with requests that were kept back for that.
+        """Wait until all replies are sent, then execute the requests held back meanwhile.
 
-        A command that runs in steps goes on at once: others may wait for its end.
+        A command that runs in steps continues at once: others may wait for its end.
         """
         if self.session.running is None:
             self.caught_up.wait()
@@ -119,7 +118,7 @@ class Connection(Transport):
     # With the lock
 
     def _execute(self, chunk: bytes) -> None:
-        """Execute what the peer sent, and write the replies as far as the kernel takes them."""
+        """Execute requests, and write the replies as far as the kernel takes them."""
         if self.is_closed:
             return
         self.server.received += len(chunk)
@@ -142,7 +141,7 @@ class Connection(Transport):
         out.clear()
 
     def _send(self, out: list[Framed]) -> None:
-        """Write what the kernel takes at once, not more: a peer that reads fast must not keep the lock from others."""
+        """Write what the kernel takes at once, no more: a peer that reads fast must not keep the lock."""
         session = self.session
         for at in range(0, len(out), PIECES):
             batch = out[at : at + PIECES]
@@ -156,7 +155,7 @@ class Connection(Transport):
                 return
 
     def push(self) -> None:
-        """Do the same with the unsent bytes."""
+        """Write unsent bytes likewise."""
         session = self.session
         while (backlog := session.backlog) is not None:
             count = self._write(backlog.batch())
@@ -166,12 +165,12 @@ class Connection(Transport):
                 session.backlog = None
 
     def _write(self, batch: Sequence[Framed | memoryview]) -> int:
-        """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
+        """Write; return how many bytes the kernel took, or -1 if the connection is lost and now closed."""
         try:
             count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # its thread, which may have taken the error that tells more, finds it closed
+        except OSError:  # its thread finds it closed
             self._close(True)
             return -1
         self.session.unsent -= count
@@ -202,7 +201,7 @@ class Writer:
     def __init__(self, lock: FairLock) -> None:
         self._lock = lock
         self._behind: dict[int, Connection] = {}
-        """By file descriptor."""
+        """Connections with unsent bytes, keyed by file descriptor."""
         self._poll = select.poll()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -215,7 +214,7 @@ class Writer:
         fd = connection.peer.fileno()
         self._behind[fd] = connection
         self._poll.register(fd, select.POLLOUT)
-        with suppress(BlockingIOError):  # it has been woken, and has not looked yet
+        with suppress(BlockingIOError):  # earlier wake-ups fill the buffer
             self._waker.send(b"\0")
 
     def remove(self, connection: Connection) -> None:
@@ -225,12 +224,12 @@ class Writer:
         connection.caught_up.set()
 
     def stop(self) -> None:
-        """Have its thread end."""
+        """Let its thread end."""
         self._stopped = True
-        self._waker.shutdown(socket.SHUT_RDWR)  # closing would wake nobody while a forked child has a copy
+        self._waker.shutdown(socket.SHUT_RDWR)  # close() would not wake it while a forked child has a copy
 
     def close(self) -> None:
-        """Free its descriptors; its thread has ended."""
+        """Free its descriptors, once its thread has ended."""
         self._waker.close()
         self._woken.close()
 
@@ -256,38 +255,25 @@ class Writer:
 
 
 class ThreadedServer(base.Server):
-    """The server, whose loop waits for signals and timers while threads serve."""
+    """The server. Its loop accepts connections and runs timers; threads serve."""
 
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         lock = FairLock()
-        super().__init__(listener, limits, THREADED, _SESSION_BYTES, lock, None)
+        super().__init__(listener, limits, THREADED, _SESSION_BYTES, lock)
         self.writer = Writer(lock)
         self.connections: set[Connection] = set()
-        self._accepting: Worker | None = None
-        self._closing = threading.Event()
-        self._waker, self._woken = socket.socketpair()
-        """Shut down to wake the accepting thread."""
         self._threads: set[Worker] = set()
-        """Threads to wait for when the server stops."""
-        self._starting = threading.Lock()
-        """Held while a thread is started: the accepting thread does that, and the loop."""
+        """Threads to join when the server stops."""
         self._ended: deque[Worker] = deque()
-        """Those of them that are ending."""
+        """Those of `_threads` that are ending."""
+        self._without_thread: list[Connection] = []
+        """Connections whose threads could not be started yet."""
 
     def start(self) -> None:
-        """Accept connections from now on. Raises RuntimeError if the threads for that cannot be started."""
-        self.reserve()
+        """Accept connections from now on. Raises RuntimeError if the writing thread cannot be started."""
         free_large_memory()
         self._start_thread(self.writer.run, "tcpstore writing")
-        self._accepting = self._start_thread(self._accept_all, "tcpstore accepting")
-
-    def stop_accepting(self) -> None:
-        self._closing.set()
-        with suppress(OSError):  # it has been done
-            self._waker.shutdown(socket.SHUT_RDWR)  # closing would wake nobody while a forked child has a copy
-        if self._accepting is not None:
-            self._accepting.join()
-        self.listener.close()
+        super().start()
 
     def open_connections(self) -> list[Transport]:
         return list(self.connections)
@@ -297,109 +283,63 @@ class ThreadedServer(base.Server):
             self.writer.stop()
         for thread in self._threads:
             thread.join()
-        for own in (self.writer, self._waker, self._woken):
-            own.close()
+        for connection in self._without_thread:
+            connection.peer.close()
+        self.writer.close()
 
     def close_inherited(self) -> None:
         for connection in self.connections:
             connection.peer.close()
-        for own in (self.writer, self._waker, self._woken):
-            own.close()
+        self.writer.close()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed already
             self.loop.call_soon_threadsafe(callback)
 
-    # The accepting thread
-
-    def _accept_all(self) -> None:
-        poll = select.poll()
-        poll.register(self.listener, select.POLLIN)
-        poll.register(self._woken, select.POLLIN)
-        while not self._closing.is_set():
-            poll.poll()
-            try:
-                self._accept()
-            except (BlockingIOError, InterruptedError):
-                continue
-            except Exception as error:  # there is no descriptor or no memory
-                if isinstance(error, OSError) and error.errno == errno.EINVAL:
-                    return  # whoever stops the server has shut down the listener
-                if not isinstance(error, OSError) or error.errno not in CONNECTION_ERRORS:
-                    self._pause(error)
-
-    def _pause(self, error: Exception) -> None:
-        """Accept nothing for a moment; open connections are served."""
-        reason = error.strerror if isinstance(error, OSError) else error
-        with self.lock:
-            self.log_limited("accept", f"cannot accept connections for now: {reason}")
-        self._closing.wait(_PAUSE)
-
-    def _accept(self) -> None:
-        peer, (host, port, *_) = self.listener.accept()
-        served = False
-        try:
-            connection = self._admit(peer, host, port)
-            served = connection is not None and self._serve(connection)
-        finally:
-            if not served:
-                peer.close()
-
-    def _admit(self, peer: socket.socket, host: str, port: int, store: NamedStore | None = None) -> Connection | None:
-        """Return the connection of a new peer, or None if there are too many."""
-        peer.setblocking(True)
-        with self.lock:
-            if (store is not None and store.ended) or not self.admits(host, port):
-                return None
-            connection = Connection(self, peer, host, port, store)
-            if store is not None:
-                self.named.arrive(connection.session, store)
-            self.connections.add(connection)
-            self.opened()
-            self.expect_validation()
-            self.flush_pending()
-        return connection
-
-    def _serve(self, connection: Connection) -> bool:
-        """Start the thread of a connection, as soon as that is possible; return False if the server stops before."""
-        while not self._closing.is_set():
-            try:
-                self._start_thread(connection.run, f"tcpstore serving {connection.session}")
-                return True
-            except (RuntimeError, MemoryError) as error:
-                self._pause(error)
-        with self.lock:
-            connection.close()
-        return False
-
-    def _start_thread(self, run: Callable[[], object], name: str) -> Worker:
-        """Start a thread that the server waits for when it stops. Raises RuntimeError if that is not possible."""
-        with self._starting:
-            while self._ended:
-                ended = self._ended.popleft()
-                ended.join()
-                self._threads.discard(ended)
-            worker = Worker(run, name, self._ended)
-            worker.start()
-            self._threads.add(worker)
-            return worker
-
-    # Called by the loop
+    # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        """Serve a connection to the port of a store: the loop accepts these, and does not wait for a thread."""
-        peer = socket.socket(fileno=fd)
-        try:
-            connection = self._admit(peer, host, port, store)
-            if connection is None:
-                peer.close()
+        with self.lock:
+            if (store is not None and store.ended) or not self.admits(host, port):
+                os.close(fd)
                 return
+            peer = socket.socket(fileno=fd)
             try:
-                self._start_thread(connection.run, f"tcpstore serving {connection.session}")
-            except (RuntimeError, MemoryError):
-                with self.lock:
-                    connection.close()
+                peer.setblocking(True)
+                connection = Connection(self, peer, host, port, store)
+                if store is not None:
+                    self.named.arrive(connection.session, store)
+            except BaseException:
+                peer.detach()
                 raise
-        except BaseException:
-            peer.detach()
-            raise
+            self.connections.add(connection)
+            self.opened()
+        self._run(connection)
+
+    def _run(self, connection: Connection) -> None:
+        """Start the thread of a connection; if that is not possible, pause accepting and retry."""
+        try:
+            self._start_thread(connection.run, f"tcpstore serving {connection.session}")
+        except (RuntimeError, MemoryError) as error:
+            if not self._without_thread:
+                self.acceptor.hold(str(error))
+                self.loop.call_later(ACCEPT_PAUSE, self._run_waiting)
+            self._without_thread.append(connection)
+
+    def _run_waiting(self) -> None:
+        waiting, self._without_thread = self._without_thread, []
+        for connection in waiting:
+            if connection.is_closed:  # it timed out, or the server has stopped
+                connection.peer.close()
+            else:
+                self._run(connection)
+
+    def _start_thread(self, run: Callable[[], object], name: str) -> None:
+        """Start a thread that the server joins when it stops. Raises RuntimeError and MemoryError if it cannot."""
+        while self._ended:
+            ended = self._ended.popleft()
+            ended.join()
+            self._threads.discard(ended)
+        worker = Worker(run, name, self._ended)
+        worker.start()
+        self._threads.add(worker)

@@ -1,6 +1,6 @@
-"""The threads of a server, which can be told apart from others, and a lock that is fair to them.
+"""The threads of a server, and a fair lock for them.
 
-Knows threads and locks. Must not know what they are for.
+Must not know what they are for.
 """
 
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A thread of a server. Whoever stops the server joins it, so it must not wait for a server's end itself."""
+    """A thread of a server. `Server.stop` joins it, so it must not wait for the server to stop."""
 
     def __init__(self, run: Callable[[], object], name: str, ended: "deque[Worker]") -> None:
         """Prepare a thread that calls `run`, and adds itself to `ended` when it ends."""
@@ -24,9 +24,9 @@ class Worker(threading.Thread):
 
 
 class FairLock:
-    """A lock that is handed to whoever has waited longest.
+    """A lock handed to the thread that has waited longest.
 
-    `threading.Lock` goes to whoever asks while it happens to be free: beside twenty peers that sent without a pause,
+    `threading.Lock` goes to any thread that asks while it is free: beside twenty peers that sent without a pause,
     another peer's PING took six seconds.
     """
 

@@ -2,11 +2,11 @@
 
 The stream itself, which both ends use, is in `session/tls.py`; the client's end is `client/tls.py`.
 
-It knows files of certificates and how a connection is read and written. It must not know sessions or commands.
+It knows certificate files and how a connection is read and written. It must not know sessions or commands.
 
 Invariants: nothing is allocated for TLS before a peer's first byte asks for it. At most `MOST_HANDSHAKES` handshakes
-are under way. Plaintext counts as sent once its ciphertext has been taken by the kernel, so that unsent bytes are those
-of plain connections. A certificate that cannot be loaded leaves the one before in use.
+are under way. Plaintext counts as sent once the kernel has taken its ciphertext, so that unsent bytes are counted as on
+plain connections. A certificate that cannot be loaded leaves the previous one in use.
 """
 
 import logging
@@ -23,14 +23,14 @@ MOST_HANDSHAKES: Final = 512
 """Handshakes under way at once; beyond that, the oldest is closed."""
 
 TLS_BYTES: Final = 64 * 1024
-"""Bytes counted for a connection with TLS, besides those of any connection. Measured: 16 KiB after the handshake, 30 to
-43 KiB in the middle of it, and 46 KiB once it has carried large values."""
+"""Bytes counted for TLS on one connection, besides the connection itself. Measured: 16 KiB after the handshake, 30 to
+43 KiB during it, and 46 KiB once it has carried large values."""
 
 CIPHERTEXT: Final = 17 * 1024
-"""Bytes read at once: one record of the largest size fits."""
+"""Bytes read at once: the largest record fits."""
 
 CIPHERTEXT_ON: Final = 128 * 1024
-"""The same within a large value."""
+"""Bytes read at once within a large value."""
 
 _RECORD: Final = 16 * 1024
 
@@ -47,13 +47,13 @@ class ServerTls:
         """Raises DistNetworkError if a file cannot be used."""
         self.files = files
         self.required = required
-        """Whether peers have to use TLS."""
+        """Whether peers must use TLS."""
         self.context = make_context(files)
         self.handshakes: dict[Transport, bool] = {}
-        """Connections in the middle of a handshake, oldest first."""
+        """Connections with a handshake under way, oldest first."""
 
     def reload(self) -> None:
-        """Load the files again, for new connections; if that fails, log it and keep what there is."""
+        """Reload the files, for new connections; if that fails, log it and keep the previous context."""
         try:
             self.context = make_context(self.files)
         except DistNetworkError as error:
@@ -62,7 +62,7 @@ class ServerTls:
             log.info("reloaded the certificate %s", self.files.cert)
 
     def begin(self, connection: Transport) -> Transport | None:
-        """Count a handshake; return the oldest one, to be closed, if there are too many."""
+        """Count a handshake; if there are too many, return the oldest connection for the caller to close."""
         handshakes = self.handshakes
         handshakes[connection] = True
         return next(iter(handshakes)) if len(handshakes) > MOST_HANDSHAKES else None
@@ -76,7 +76,7 @@ def make_context(files: TlsFiles) -> ssl.SSLContext:
     """Return the context of a server. Raises DistNetworkError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody resumes TLS sessions here, and each ticket costs a write
+    context.num_tickets = 0  # clients do not resume TLS sessions, and each ticket costs a write
     if files.ca:
         context.verify_mode = ssl.CERT_REQUIRED
     load_certificates(context, files)
@@ -84,33 +84,33 @@ def make_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class TlsChannel:
-    """The plaintext of one connection, read and written like a descriptor that does not block."""
+    """The plaintext of one connection, read and written like a non-blocking descriptor."""
 
     def __init__(self, context: ssl.SSLContext, send: Callable[[Any], int]) -> None:
         """`send` writes to the connection: it returns how many bytes the kernel took, or raises OSError."""
         self.stream = TlsStream(context)
         self.send = send
         self._ciphertext: Any = None
-        """What the kernel has not taken yet: bytes or a memoryview, or None for nothing."""
+        """Ciphertext that the kernel has not taken: bytes or a memoryview, or None."""
         self._owed: int = 0
-        """Bytes of plaintext that it stands for, which have not been reported as written."""
+        """Bytes of plaintext in `_ciphertext`, not yet reported as written."""
 
     def behind(self) -> bool:
-        """Return whether there is ciphertext that the kernel has not taken yet."""
+        """Return whether the kernel has not taken all ciphertext."""
         return self._ciphertext is not None
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; return whether it is complete. Raises TlsError and OSError."""
+        """Continue the handshake; return whether it is complete. Raises TlsError and OSError."""
         try:
             return self.stream.shake_hands()
         finally:
             try:
                 self.push()
             except BlockingIOError:
-                pass  # the caller looks at `behind`
+                pass  # the caller checks `behind`
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` bytes of what has been fed; none if there are none. Raises TlsError."""
+        """Return up to `size` bytes of plaintext, b"" if there is none. Raises TlsError."""
         stream = self.stream
         data = stream.read(size)
         if not stream.readable or len(data) >= size:
@@ -124,7 +124,7 @@ class TlsChannel:
         return b"".join(parts)
 
     def read_into(self, space: memoryview) -> int:
-        """Do the same into a buffer; return how many bytes it has got."""
+        """Read plaintext into a buffer; return the number of bytes. Raises TlsError."""
         stream = self.stream
         count = 0
         while count < len(space) and stream.readable:
@@ -132,16 +132,16 @@ class TlsChannel:
         return count
 
     def write(self, pieces: list[Any]) -> int:
-        """Write; return of how many bytes the kernel took the ciphertext. Raises BlockingIOError if of none.
+        """Write; return the number of plaintext bytes whose ciphertext the kernel took.
 
-        Later calls must begin with the bytes that were not taken. Raises OSError.
+        The next call must begin with the bytes that were not taken. Raises BlockingIOError if none were, and OSError.
         """
         taken = 0
         if self._owed or self._ciphertext is not None:
             self.push()
             taken = min(self._owed, sum([len(piece) for piece in pieces]))
             self._owed -= taken
-        fits = not taken and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD  # as most do
+        fits = not taken and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD  # most do
         for chunk in pieces if fits else _chunks(pieces, taken):
             self._encrypt(chunk)
             try:
@@ -164,13 +164,13 @@ class TlsChannel:
             made = []
             for at in range(0, len(view), _RECORD):
                 stream.write(view[at : at + _RECORD])
-                made.append(stream.outgoing())  # each time, because OpenSSL's buffer never shrinks
+                made.append(stream.outgoing())  # after each record, because OpenSSL's buffer never shrinks
             self._ciphertext = b"".join(made)
         except ProtocolError as error:
             raise ConnectionResetError(str(error)) from None
 
     def push(self) -> None:
-        """Send the ciphertext that there is. Raises BlockingIOError if the kernel does not take all, and OSError."""
+        """Send all ciphertext. Raises BlockingIOError if the kernel does not take all of it, and OSError."""
         kept = self._ciphertext
         if kept is not None:
             self._push(kept)
@@ -187,7 +187,7 @@ class TlsChannel:
         self._ciphertext = None
 
     def finish(self) -> None:
-        """Say, as far as the kernel takes it at once, that nothing follows."""
+        """Send close_notify, if the kernel takes it at once."""
         if self.stream.established and self._ciphertext is None:
             self.stream.finish()
             try:
@@ -197,7 +197,7 @@ class TlsChannel:
 
 
 def _chunks(pieces: list[Any], skipped: int) -> Any:
-    """Yield what follows the first bytes, in chunks of a size that is encrypted at once."""
+    """Yield the bytes after the first `skipped`, in chunks of up to `_CHUNK` bytes."""
     joined: list[Any] = []
     size = 0
     for piece in pieces:

@@ -234,7 +234,7 @@ async def test_an_error_of_one_new_connection_does_not_pause_accepting(
     async with serve(backend=backend) as server:
         paused: list[int] = []
         failing: Any = Listener(server.listener, [getattr(errno, name)])
-        accepting: Any = server.acceptor if isinstance(server, UvServer) else server
+        accepting: Any = server.acceptor
         with suppress(TypeError, AttributeError):
             accepting.listener = failing
         if accepting.listener is not failing:

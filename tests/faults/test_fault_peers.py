@@ -19,6 +19,7 @@ from tcpstore_async import Limits, serve
 from tcpstore_async.base.limits import DEFAULT_GRACE
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import base
+from tcpstore_async.server.due import Due
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.session.tls import MISMATCH
 from tcpstore_async.wire.commands import BY_METHOD
@@ -191,7 +192,7 @@ async def test_a_refused_peer_that_does_not_read_is_closed_in_the_end(
     ends: list[Callable[[], object]] = []
 
     def later(seconds: float, call: Callable[..., object], *given: Any) -> asyncio.TimerHandle:
-        if call.__name__ == "_close_refused":
+        if isinstance(due := getattr(call, "__self__", None), Due) and due._run.__name__ == "_close_refused":
             assert 0 < seconds <= DEFAULT_GRACE
             ends.append(lambda: call(*given))
         return call_later(seconds, call, *given)

@@ -450,23 +450,6 @@ def test_a_connection_accepted_just_before_the_drain_has_its_grace(server: Serve
     draining.result(LIMIT)
 
 
-def test_a_drain_knows_the_connections_that_the_loop_has_not_noted() -> None:
-    """Although the loop has not run since they were accepted."""
-
-    async def main() -> None:
-        async with serve(backend="threaded") as server:
-            with RawPeer(server.port) as peer:
-                peer.ping()
-                assert server.empty.is_set(), "the loop has run"
-                draining = server.drain(LIMIT)
-                with suppress(StopIteration):
-                    draining.send(None)
-                assert not server.empty.is_set()
-                draining.close()
-
-    asyncio.run(main())
-
-
 def test_threads_that_have_ended_are_not_kept(server: Served) -> None:
     for _ in range(50):
         with RawPeer(server.port) as peer:
@@ -565,7 +548,7 @@ def test_latecomers_are_dismissed(backend: str) -> None:
                     for peer in (late, waiting):
                         peer.send(b"\x06" + keys(b"/queue"))
                     await asyncio.to_thread(late.ping, 2)
-                    server.dismiss_latecomers(complete)
+                    server.close_latecomers(complete)
                     assert await asyncio.to_thread(late.closed)
                     assert await asyncio.to_thread(waiting.closed)
                     for peer in (early, same):
@@ -707,7 +690,7 @@ def test_an_empty_value_is_not_delayed(backend: str) -> None:
 
 
 async def test_stopping_is_no_trouble_with_accepting(caplog: pytest.LogCaptureFixture) -> None:
-    """The listener is shut down first, which wakes the accepting thread."""
+    """The listener is shut down first."""
     for _ in range(20):
         async with serve(backend="threaded"):
             pass

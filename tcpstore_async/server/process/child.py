@@ -1,8 +1,8 @@
-"""The child side of a server process: what runs in it, and how it follows its owner.
+"""The child side of a server process: it follows its owner.
 
 Knows the owner's process and the control socket. Must not know how a server is assembled.
-Invariants: an owner that ends, in whatever way, ends its server. The server frees the port first and reports that; then
-the ranks that are still connected get their grace, and no waiter is woken.
+Invariants: an owner that ends, in whatever way, ends its server. The server first frees the port and reports that; then
+the ranks still connected get their grace, and no waiter is woken.
 """
 
 import array
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ...auth.tokens import HostTokens
@@ -31,11 +32,11 @@ _POLL: Final = 1.0
 """Seconds between checks that the owner is alive, where the kernel does not report its end."""
 
 _IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""A job manager sends these to every process of a job. The server must outlive the ranks."""
+"""Signals that a job manager sends to every process of a job. The server must outlive the ranks."""
 
 
 def read_tokens() -> HostTokens | None:
-    """Return what standard input says of tokens, and close it. Raises EOFError if the owner ended before that."""
+    """Read tokens from standard input, if it is a pipe, and close it. Raises EOFError if the owner ended first."""
     awaited = stat.S_ISFIFO(os.fstat(_STDIN).st_mode)
     line = b""
     while not line.endswith(b"\n") and (chunk := os.read(_STDIN, 1 << 16)):
@@ -49,13 +50,13 @@ def read_tokens() -> HostTokens | None:
 
 
 def ignore_signals() -> None:
-    """Leave it to the owner when the server ends. Only in the main thread of a server process."""
+    """Ignore job signals: the owner decides when the server ends. Only in the main thread of a server process."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def log_to_owner(log_fd: int) -> None:
-    """Send the log, and the traceback of a crash, to the owner. Only in a server process."""
+    """Send the log and tracebacks of crashes to the owner. Only in a server process."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(OwnerHandler(log_fd))
@@ -64,19 +65,17 @@ def log_to_owner(log_fd: int) -> None:
 
 def announce_end(log_fd: int) -> None:
     """Announce an orderly exit: a process that ends without it has crashed."""
-    try:
+    with suppress(OSError):
         os.write(log_fd, encode(LogLine(over=True)))
-    except OSError:
-        pass
 
 
 class Owner:
     """The process that owns this server."""
 
     def __init__(self, pid: int, control_fd: int, pidfd: int | None = None) -> None:
-        """Follow the process `pid`, of which `pidfd` is a descriptor, or -1 where there are none.
+        """Follow the process `pid`; `pidfd` is its pidfd, or -1 if the system has none.
 
-        Without `pidfd` it must be the parent of this process. Raises DistNetworkError if `control_fd` is not a socket.
+        With None, `pid` must be the parent of this process. Raises DistNetworkError if `control_fd` is not a socket.
         """
         self._pid = pid
         try:
@@ -102,40 +101,37 @@ class Owner:
         self._control.close()
 
     def report(self, event: Event) -> None:
-        """Send an event to the owner, if it is still there."""
-        try:
+        """Send an event to the owner, if it still runs."""
+        with suppress(OSError):
             self._control.send(encode(event))
-        except OSError:
-            pass
 
     def report_ready(self, event: Event) -> None:
-        """Send the event `ready` and, where there are any, a descriptor of this process."""
+        """Send the event `ready` with a pidfd of this process, if the system has pidfds."""
         own = open_pidfd(os.getpid())
+        rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
         try:
-            rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
-            self._control.sendmsg([encode(event)], rights)
-        except OSError:
-            pass
+            with suppress(OSError):
+                self._control.sendmsg([encode(event)], rights)
         finally:
             if own is not None:
                 os.close(own)
 
     async def follow(self, server: "Server", grace: float) -> None:
-        """Execute the owner's commands until it stops the server, or ends; then give the ranks their grace."""
+        """Execute the owner's commands until it stops the server or ends; then give the ranks their grace."""
         self._loop.add_reader(self._control, self._read, server)
         try:
             self._watch()
             await self._over.wait()
-            self._unwatch()  # the owner may end now: the ranks get their grace all the same
-            await self._wind_up(server, grace)
+            self._unwatch()  # the ranks get their grace even if the owner ends now
+            await self._drain(server, grace)
         finally:
             self._loop.remove_reader(self._control)
 
-    async def _wind_up(self, server: "Server", grace: float) -> None:
+    async def _drain(self, server: "Server", grace: float) -> None:
         server.stop_accepting()
         server.announce(0)
         if self._complete is not None:
-            server.dismiss_latecomers(self._complete)
+            server.close_latecomers(self._complete)
         why = "the server exits with the process that hosts it, so agents cannot form rounds here"
         server.end_rounds(why, socket.gethostname(), self._pid)
         self.report(Event("stopped", remaining=server.count))
@@ -150,7 +146,7 @@ class Owner:
             return
         except OSError:
             lines = None
-        if lines is None:  # the owner closed it, executed another program, or is ending
+        if lines is None:  # the owner closed it, called exec(), or is ending
             self._loop.remove_reader(self._control)
             self._over.set()
             return
@@ -161,11 +157,11 @@ class Owner:
         word, _, number = line.partition(" ")
         if word == "joins":
             self._joins += int(number)
-            self._complete = None  # another store shares the server, and waits for its ranks
+            self._complete = None  # another store shares the server and waits for its ranks
             server.announce(self._joins)
         elif word == "complete":
-            # As in PyTorch, the master of a second store does not wait if the first one's ranks are enough: its own may
-            # still be on their way.
+            # As in PyTorch, the master of a second store does not wait if the first store's ranks suffice: its own may
+            # still be connecting.
             self._complete = float(number) if server.all_joined() else None
         elif word == "stop":
             self._over.set()
@@ -176,7 +172,7 @@ class Owner:
         """Stop when the owner ends."""
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
-        self._check()  # it may have ended before, and its pid may be another process's
+        self._check()  # it may have ended already, and another process may have its pid
 
     def _unwatch(self) -> None:
         if self._pidfd is not None:

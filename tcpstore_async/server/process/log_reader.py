@@ -1,9 +1,9 @@
-"""The parent side of a server's log: its records, and how it ended, go to the owner's logging.
+"""The parent side of a server's log: pass its records, and how it ended, to the owner's logging.
 
 Knows the socket that is the server's standard error, the logging module, and fork. Must not know the control socket.
-Invariants: the thread that reads sleeps while the server logs nothing, keeps no interpreter alive, and ends after the
+Invariants: the reading thread sleeps while the server logs nothing, keeps no interpreter alive, and ends after the
 server. A server that ends without announcing it is one error in the log. No fork happens while the thread logs, so that
-a forked child finds no lock held.
+a forked child inherits no locked lock.
 """
 
 import logging
@@ -22,7 +22,7 @@ from .protocol import LineReader, LogLine
 log = logging.getLogger("tcpstore_async.server")
 
 _MOST_LOGGED: Final = 2000
-"""Characters of raw output that are logged."""
+"""Most characters of raw output in one record."""
 
 _END_TIMEOUT: Final = 10.0
 """Seconds to wait for the end of a process that has closed its sockets."""
@@ -40,10 +40,10 @@ class LogReader:
         self._process = process
         self._port = port
         self.crash = ""
-        """How the server process ended, once that is known, if not in an orderly way: in short, for errors."""
+        """How the server process crashed, briefly, for errors; empty until that is known, and after an orderly exit."""
         self._killed = ""
         self._raw: list[str] = []
-        """Lines that are no `LogLine`s."""
+        """Lines that are not `LogLine`s."""
         self._thread = threading.Thread(target=self._run, name="tcpstore server log", daemon=True)
         try:
             self._thread.start()
@@ -52,7 +52,7 @@ class LogReader:
             raise
 
     def expect_kill(self, why: str) -> None:
-        """Log `why` the owner has killed the server, when its end is noticed."""
+        """Give `why` as the cause when the server ends: the owner is about to kill it."""
         self._killed = why
 
     def join(self, seconds: float) -> None:
@@ -69,7 +69,7 @@ class LogReader:
                     for line in read:
                         over |= self._log(line)
             except OSError:
-                pass  # it has ended
+                pass  # the server has ended
         self._process.wait(_END_TIMEOUT)
         status = self._process.reap()
         self._raw += lines.rest.decode(errors="replace").splitlines()
@@ -105,13 +105,13 @@ def joined(lines: list[str]) -> str:
 
 
 def _essence(raw: list[str]) -> list[str]:
-    """Return the line that names the error: the first of a fatal one, the last of a traceback."""
+    """Return the line that names the error: the first of a fatal error, the last of a traceback."""
     lines = [text for line in raw if (text := line.strip())]
     return [line for line in lines if line.startswith("Fatal Python error")][:1] or lines[-1:]
 
 
 def _cause(status: int | None, raw: list[str]) -> str:
-    """Return what a server died of, as the end of a sentence."""
+    """Return why a server ended, as a predicate."""
     output = joined(raw)
     end = "crashed" if output else "was killed (SIGKILL; out of memory? See dmesg, or check the job's memory limit)"
     if status is not None:
@@ -140,7 +140,7 @@ def _after_fork_in_parent() -> None:
     try:
         _logging.release()
     except RuntimeError:
-        pass  # the timeout was over
+        pass  # `_before_fork` timed out and does not hold it
 
 
 def _after_fork_in_child() -> None:

@@ -1,13 +1,13 @@
 """The parent side of a server process: start it, send it commands, end it. `child.py` is the other side.
 
-Knows how to start a Python process whatever became of this one, and the control socket. Must not know the protocol, or
-event loops.
+Knows how to start a Python process whatever state this one is in, and the control socket. Must not know the protocol,
+or event loops.
 Invariants: a forked child of the owner holds nothing of the server and cannot end it. The port is free when `stop`
-returns. The server is not a child of the owner, which may wait for all of its children. Nothing outlives an owner but
-the grace of the other ranks.
+returns. The server is not a child of the owner, which may wait for all of its children. The server outlives its owner
+only to give the other ranks their grace.
 
-It does what `tcpstore serve --listen-fd … --owner-pid … --control-fd …` does, without the 30 ms that it takes to import
-the command line and `site`. The process that is started forks the server and exits, so that the system adopts it.
+It does what `tcpstore serve --listen-fd … --owner-pid … --control-fd …` does, without the 30 ms needed to import the
+command line and `site`. The started process forks the server and exits, so that the system adopts the server.
 """
 
 import atexit
@@ -61,13 +61,13 @@ except BaseException as error:
     raise
 child_main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace), cert, key, ca)
 """
-"""Its first line tells what it is in `ps`.
+"""The program of the server process. Its first line identifies it in `ps`.
 
-The standard library comes first on the path, so that no file of the user's that is named like it is imported.
+The standard library comes first on the path, so that no file of the user's shadows one of its modules.
 """
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
-"""Where this package is: a directory or a zip file. Determined now, as the working directory may change."""
+"""Where this package is: a directory or a zip file. Determined on import, as the working directory may change."""
 
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -93,7 +93,7 @@ class ServerProcess:
         self._log = log
         self._owner = os.getpid()
         self._lock = RLock()
-        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
+        """Reentrant: a garbage collection may call `stop` in a thread that holds the lock."""
         self._stopped = False
         atexit.register(self.stop)
 
@@ -102,20 +102,20 @@ class ServerProcess:
         self._send(f"joins {joins}")
 
     def complete(self) -> None:
-        """Note that all have joined: later connections belong to the next round."""
+        """Report that all ranks have joined: later connections belong to the next round."""
         self._send(f"complete {time.monotonic()}")
 
     def alive(self, seconds: float = 0) -> bool:
-        """Return whether it is running: neither stopped nor crashed, `seconds` from now. False in a forked child."""
+        """Return whether the server still runs `seconds` from now. False in a forked child."""
         if self._owner != os.getpid():
             return False
         with self._lock:
             return not self._stopped and not _has_hung_up(self._control, seconds)
 
     def crash(self) -> str:
-        """Return how the server process crashed, waiting a moment for its last output, or "" if it has not.
+        """Return how the server process crashed, after waiting briefly for its last output, or "" if it has not.
 
-        To be called once a connection is lost: the kernel closes those of a killed process one after the other.
+        Call it when a connection is lost: the kernel closes the connections of a killed process one by one.
         """
         if self._owner != os.getpid() or self.alive(_CRASH_TIMEOUT):
             return ""
@@ -125,7 +125,7 @@ class ServerProcess:
     def stop(self) -> None:
         """Stop the server; its port is free on return. Idempotent; does nothing in a forked child.
 
-        The other ranks get the grace period to finish what they do, even if this process ends before.
+        The other ranks get the grace period to finish, even if this process ends before.
         """
         if self._owner != os.getpid():
             return
@@ -148,7 +148,7 @@ class ServerProcess:
             self._kill()
         else:
             if remaining:
-                return  # those connections have their grace
+                return  # the server outlives this process until their grace is over
             if not self._process.wait(STOP_TIMEOUT):
                 self._kill()
         self._log.join(_LOG_TIMEOUT)
@@ -168,7 +168,7 @@ class ServerProcess:
             try:
                 self._control.sendall(command.encode() + b"\n")
             except OSError:
-                pass  # it has ended, which the store's connections will show
+                pass  # it has ended, as the store's connections will show
 
 
 def start(
@@ -187,8 +187,9 @@ def start(
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise StartError("no Python interpreter found to run it")
+    options = [backend, str(grace), *(tls or TlsFiles())]
     try:
-        server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout, tls, tokens)
+        server = _launch(listener, options, tokens, START_TIMEOUT if timeout == 0 else timeout)
     except TimeoutError:
         raise StartTimeout(f"not ready within {timeout or START_TIMEOUT:.3g} s") from None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -198,24 +199,19 @@ def start(
 
 
 def _launch(
-    listener: socket.socket,
-    backend: str,
-    grace: float,
-    timeout: float | None,
-    tls: TlsFiles | None,
-    tokens: HostTokens | None,
+    listener: socket.socket, options: list[str], tokens: HostTokens | None, timeout: float | None
 ) -> ServerProcess:
     """Start the program and wait until it is ready.
 
-    Raises StartError, OSError and SubprocessError, and leaves nothing behind then.
+    If that fails, raises StartError, OSError or SubprocessError, and leaves nothing behind.
     """
     end = None if timeout is None else time.monotonic() + timeout
     control, child_control = _socket_pair()
     source, stderr = _socket_pair()
-    stderr.setblocking(False)  # whatever becomes of this process, the server must not wait for it
+    stderr.setblocking(False)  # the server must never wait for this process to read
     try:
         with child_control, stderr:
-            starter = _spawn(listener, child_control, stderr, backend, grace, tls, tokens)
+            starter = _spawn(listener, child_control, stderr, options, tokens)
         try:
             ready, process = _await_ready(control, source, end)
             starter.wait()
@@ -239,21 +235,19 @@ def _spawn(
     listener: socket.socket,
     control: socket.socket,
     stderr: socket.socket,
-    backend: str,
-    grace: float,
-    tls: TlsFiles | None,
+    options: list[str],
     tokens: HostTokens | None,
 ) -> subprocess.Popen[bytes]:
-    """Start the process that forks the server. Its standard input brings the tokens: others see its arguments."""
+    """Start the process that forks the server. Tokens go through its standard input: other users see arguments."""
     pidfd = _own_pidfd()
-    owner = Process(os.getpid(), pidfd)  # which a child forked by another thread closes
+    owner = Process(os.getpid(), pidfd)  # closes the pidfd in a child that another thread forks now
     try:
-        with close_on_fork(_above_standard_streams(listener.dup())) as copy:
+        with close_on_fork(socket.socket(fileno=_above_standard_streams(os.dup(listener.fileno())))) as copy:
             fds = [copy.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
-            options = [str(copy.fileno()), *watched, str(control.fileno()), backend, str(grace), *(tls or TlsFiles())]
+            arguments = [str(copy.fileno()), *watched, str(control.fileno()), *options]
             process = subprocess.Popen(
-                [*python_process.command(_PROGRAM), *options, *_path()],
+                [*python_process.command(_PROGRAM), *arguments, *_path()],
                 stdin=subprocess.DEVNULL if tokens is None else subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr.fileno(),
@@ -265,13 +259,13 @@ def _spawn(
     finally:
         owner.close()
     if tokens is not None and process.stdin is not None:
-        with suppress(BrokenPipeError), process.stdin as pipe:  # it has failed, and will say why
-            pipe.write(tokens.encode())  # a few kilobytes, which a pipe takes at once
+        with suppress(BrokenPipeError), process.stdin as pipe:  # if it has failed, it reports why
+            pipe.write(tokens.encode())  # a few kilobytes, which a pipe takes without blocking
     return process
 
 
 def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, Process]:
-    """Wait until the server is ready; return that event and its process. Raises StartError if it fails instead."""
+    """Wait until the server is ready; return the event and its process. Raises StartError, TimeoutError and OSError."""
     received, fds = b"", []
     try:
         while not received.endswith(b"\n"):
@@ -296,7 +290,7 @@ def _await_ready(control: socket.socket, source: socket.socket, end: float | Non
 
 
 def _last_output(source: socket.socket) -> str:
-    """Return the end of what the process wrote to standard error."""
+    """Return the last lines that the process wrote to standard error."""
     try:
         return joined(source.recv(1 << 16, socket.MSG_DONTWAIT).decode(errors="replace").splitlines()[-8:])
     except OSError:
@@ -304,8 +298,8 @@ def _last_output(source: socket.socket) -> str:
 
 
 def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Kill what has been started: a process group, whose number cannot be reused before its leader is waited for."""
-    with suppress(OSError):
+    """Kill the started processes, and wait until the server's end of `control` is closed."""
+    with suppress(OSError):  # the group's number cannot be reused before its leader is waited for
         os.killpg(starter.pid, signal.SIGKILL)
     starter.kill()
     starter.wait()
@@ -316,7 +310,7 @@ def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def _path() -> list[str]:
-    """Return where the server imports from: this very package, then what this process finds.
+    """Return the server's import path: this package's directory, then the path of this process.
 
     The current directory is left out, unless the package is there: it may contain anything.
     """
@@ -329,14 +323,19 @@ def _path() -> list[str]:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    one, other = socket.socketpair()
-    return close_on_fork(_above_standard_streams(one)), close_on_fork(_above_standard_streams(other))
+    one, other = [socket.socket(fileno=_above_standard_streams(end.detach())) for end in socket.socketpair()]
+    return close_on_fork(one), close_on_fork(other)
 
 
 def _own_pidfd() -> int | None:
-    """Return a pidfd of this process, above the standard streams, or None where there are none."""
+    """Return a pidfd of this process, above the standard streams, or None if the system has no pidfds."""
     fd = open_pidfd(os.getpid())
-    if fd is None or fd >= _ABOVE_STANDARD_STREAMS:
+    return None if fd is None else _above_standard_streams(fd)
+
+
+def _above_standard_streams(fd: int) -> int:
+    """Move a descriptor above the standard streams, whose numbers the child replaces. Takes ownership of `fd`."""
+    if fd >= _ABOVE_STANDARD_STREAMS:
         return fd
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS)
@@ -344,23 +343,15 @@ def _own_pidfd() -> int | None:
         os.close(fd)
 
 
-def _above_standard_streams(one: socket.socket) -> socket.socket:
-    """Return the same socket with a descriptor above the standard streams, which are reused if they were closed."""
-    if one.fileno() >= _ABOVE_STANDARD_STREAMS:
-        return one
-    with one:
-        return socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS))
-
-
 def _has_hung_up(one: socket.socket, seconds: float) -> bool:
-    """Return whether the other end is closed within so many seconds."""
+    """Return whether the other end closes within `seconds`."""
     poll = select.poll()
     poll.register(one, 0)
     return bool(poll.poll(seconds * 1e3))
 
 
 def _next_event(lines: LineReader) -> Event:
-    """Wait for an event and return it. Raises OSError if the server ends before, or the socket times out."""
+    """Wait for an event and return it. Raises OSError if the server ends first, or the socket times out."""
     while (read := lines.read()) is not None:
         for line in read:
             return msgspec.json.decode(line, type=Event)

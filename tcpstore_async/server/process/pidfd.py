@@ -1,7 +1,7 @@
-"""Waiting for, and killing, a process that is not a child of this one.
+"""Wait for, and kill, a process that is not a child of this one.
 
 Knows pidfds, where the system has them. Must not know what the process does.
-Invariant: with a pidfd, another process that was given the same pid is never touched.
+Invariant: with a pidfd, a later process with the same pid is never touched.
 """
 
 import os
@@ -19,7 +19,7 @@ _POLL: Final = 0.01
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None if there is no such thing, or process."""
+    """Return a pidfd, readable once the process has ended; None if there is no such process, or no pidfds."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -34,16 +34,16 @@ def exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except OSError:  # it is another user's
         pass
     return True
 
 
 class Process:
-    """A process that runs, or has ended."""
+    """A process, running or ended."""
 
     def __init__(self, pid: int, fd: int | None) -> None:
-        """Take ownership of the pidfd, if there is one. A forked child closes its copy."""
+        """Take ownership of the pidfd `fd`, if there is one. A forked child closes its copy."""
         self.pid = pid
         self._fd = fd
         close_on_fork(self)
@@ -87,7 +87,7 @@ class Process:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def close(self, _close: Callable[[int], None] = os.close) -> None:
-        """Free the pidfd. Works while the interpreter exits, too, when `os` is gone."""
+        """Free the pidfd. `_close` is bound because `os` may be gone when the interpreter exits."""
         fd, self._fd = self._fd, None
         if fd is not None:
             _close(fd)

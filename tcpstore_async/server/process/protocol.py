@@ -1,6 +1,6 @@
 """The messages between a server process and its owner.
 
-Knows their encoding. Must not know processes, or who reads.
+Must not know processes.
 Invariant: a message is one line. Over the control socket, the owner sends `joins N` (N more ranks are expected to
 join), `complete T` (all had joined at the time T of `time.monotonic`, which all processes of a machine share) and
 `stop`, as plain text; the server sends `Event`s as JSON. Over a second socket, its standard error, the server sends
@@ -23,7 +23,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     """Why it failed."""
     max_connections: int = 0
     remaining: int = 0
-    """Connections that still have their grace after the stop; without any the server ends at once."""
+    """Connections that have their grace after the stop; if 0, the server ends at once."""
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
@@ -36,7 +36,6 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 def encode(message: Event | LogLine) -> bytes:
-    """Encode a message of the server."""
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -46,10 +45,10 @@ class LineReader:
     def __init__(self, source: socket.socket) -> None:
         self._source = source
         self.rest = b""
-        """What came after the last whole line."""
+        """Bytes after the last whole line."""
 
     def read(self) -> list[bytes] | None:
-        """Read once; return the lines that are complete now, or None at the end. Raises OSError as `recv` does."""
+        """Read once; return the lines now complete, or None at the end. Raises OSError as `recv` does."""
         data = self._source.recv(4096)
         if not data:
             return None
