@@ -80,6 +80,7 @@ COMPILED = [
     "tcpstore_async/client/sync_client.py",
     "tcpstore_async/server/accepting.py",
     "tcpstore_async/server/base.py",
+    "tcpstore_async/server/due.py",
     "tcpstore_async/server/uv.py",
     "tcpstore_async/server/poller.py",
     "tcpstore_async/server/service_times.py",
