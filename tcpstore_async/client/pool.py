@@ -23,22 +23,16 @@ from threading import get_ident
 from typing import Final
 
 from ..base.deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..base.errors import (
-    AccessDeniedError,
-    ConnectionDeniedError,
-    DistNetworkError,
-    DistStoreError,
-    reason_of,
-)
+from ..base.errors import ConnectionDeniedError, DistNetworkError, DistStoreError, reason_of
 from ..base.locks import RLock
 from ..links.single_client import is_break
 from ..session.identity import Identity
 from . import background, requests
-from .connect import Cancelled, connect_blocking
+from .connect import Cancelled, connect_blocking, why_lost
 from .last_byte import describe_silence
 from .requests import Request
 from .resume import resume_idle
-from .store_name import StoreEndedError, StoreName
+from .store_name import StoreName
 from .sync_connection import NO_THREAD, DeadlineExceeded, SyncConnection
 from .tls import ClientTls
 from .wait_queue import Ticket, WaitQueue
@@ -441,32 +435,28 @@ class Pool:
         return error
 
     def _ask_why_lost(self) -> str:
-        """Return why the server has ended the store, or the connection; "" if it has not, or does not say so now."""
-        why = self._why_lost
-        if why is None and not background.is_running_here():
-            why = self._why_lost = ""
-            ended = None if self.name is None else self.name.once()
+        """Return the server's reason for ending the store or the connection; "" if it has none or does not answer."""
+        if self._why_lost is None and not background.is_running_here():
+            self._why_lost = ""
             tls = None if self.tls is None else self.tls.renewed()
             try:
-                deadline = Deadline(MIN_ROUND_TRIP)
                 peer, session = connect_blocking(
-                    self.host, self.port, deadline, refused_is_final=True, token=self.token, tls=tls, name=ended
+                    self.host,
+                    self.port,
+                    Deadline(MIN_ROUND_TRIP),
+                    refused_is_final=True,
+                    token=self.token,
+                    tls=tls,
+                    name=None if self.name is None else self.name.once(),
                 )
                 peer.close()
-                why = self._why_lost = session.refusal
-                self._denied = bool(why)
-            except StoreEndedError as error:
-                why = self._why_lost = str(error)
-            except AccessDeniedError as error:
-                if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
-                    why = self._why_lost = str(error)
-                    self._denied = True
-            except (DistNetworkError, DistStoreError, OSError):
-                pass
+                self._why_lost, self._denied = session.refusal, bool(session.refusal)
+            except (DistNetworkError, DistStoreError, OSError) as error:
+                self._why_lost, self._denied = why_lost(error)
             finally:
                 if tls is not None:
                     tls.close_blocking()
-        return why or ""
+        return self._why_lost or ""
 
     # Background loop
 
