@@ -1,15 +1,14 @@
-"""Going on with a single link on another connection.
+"""Resuming a single link on another connection.
 
-It knows addresses, deadlines and LINK; it must not know what was being sent, or who waits for a reply.
+It knows addresses, deadlines and LINK; it must not know which requests the link carries, or what waits for replies.
 
-Invariants: nothing behind the reply to LINK is read here. A connection that was to continue the link and does not is
-reset, because its orderly end would end the session. A server that refuses connections is gone, and the session with
-it: that is final, while other failures may pass.
+Invariants: nothing behind the reply to LINK is read here. A new connection that fails to resume the link is reset,
+because its orderly end would end the session. A refused connection is final, as the server and the session are gone;
+other failures may be transient.
 """
 
 import asyncio
 import functools
-import select
 import socket
 import time
 from collections.abc import Callable, Generator
@@ -39,7 +38,7 @@ def resume_blocking(
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
-    It is reset when it is closed, until the caller uses it and calls `reset_when_closed`.
+    Closing the connection resets it until the caller calls `reset_when_closed`.
 
     Raises DistNetworkError at the deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no
     longer returns True.
@@ -57,13 +56,13 @@ def resume_blocking(
         reset_when_closed(peer, True)
         try:
             peer.sendall(_request(link), NO_SIGPIPE)
-            return peer, exchanges.run(functools.partial(_receive, peer, Attempt(deadline.left(), wanted)), _reply())
+            return peer, exchanges.run(functools.partial(Attempt(deadline.left(), wanted).receive, peer), _reply())
         except OSError as error:  # the connection has broken too
             peer.close()
             failures += 1
             pause = _pause(failures, deadline, error)
         except BaseException as error:
-            if isinstance(error, Cancelled):  # the store is being closed: the server is to end the session at once
+            if isinstance(error, Cancelled):  # the store is being closed, so have the server end the session at once
                 reset_when_closed(peer, False)
             peer.close()
             raise
@@ -73,7 +72,7 @@ def resume_blocking(
 async def resume(
     host: str, port: int, token: bytes, tls: ClientTls | None, link: ClientSingleLink, deadline: Deadline
 ) -> tuple[socket.socket, bytes]:
-    """Do what `resume_blocking` does, on an event loop."""
+    """Resume as `resume_blocking` does, on an event loop."""
     failures = 0
     while True:
         try:
@@ -99,11 +98,6 @@ async def resume(
         await asyncio.sleep(pause)
 
 
-def _receive(peer: socket.socket, attempt: Attempt, size: int) -> bytes:
-    attempt.wait_for(peer, select.POLLIN)
-    return peer.recv(size)
-
-
 async def _exchange(peer: socket.socket, link: ClientSingleLink) -> bytes:
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(peer, _request(link))
@@ -122,7 +116,7 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
 async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None, connection: SyncConnection) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
-    Raises OSError, ProtocolError or DistNetworkError if that cannot be.
+    Raises OSError, ProtocolError or DistNetworkError if it cannot be replaced.
     """
     link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
@@ -148,7 +142,7 @@ def _request(link: ClientSingleLink) -> bytes:
 
 
 def _reply() -> Generator[int, bytes, bytes]:
-    """Receive the reply to LINK, and nothing behind it: yields the most bytes to receive next."""
+    """Receive the reply to LINK, and nothing behind it. Yields the most bytes to receive next."""
     size = int.from_bytes((yield from _bytes(PREFIX)), "little")
     if size > _LONGEST_REPLY:
         raise ProtocolError(f"the reply to LINK is too long: {size} bytes")

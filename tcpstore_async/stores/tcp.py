@@ -603,15 +603,15 @@ def _remember(store: TCPStore) -> None:
     _stores[me] = weakref.ref(store, functools.partial(_stores.pop, me))
 
 
-def _forked() -> None:
-    """In a forked child: have every store open its own connections."""
+def _reset_after_fork() -> None:
+    """Have every store open its own connections in a forked child."""
     for reference in list(_stores.values()):
         store = reference()
         if store is not None and store._client is not None:
-            store._client.forked()
+            store._client.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _check_server_files(files: TlsFiles) -> None:
