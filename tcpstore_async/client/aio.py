@@ -608,7 +608,7 @@ class AsyncTCPStore:
             pass  # the next call reports what has happened to the connection
 
     def _lease(self, connection: AsyncConnection, request: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
-        """Send a blocking call, behind a fence if there are unconfirmed writes, and take its connection from `_free`."""
+        """Send a blocking call, behind a fence if there are unconfirmed writes; its connection is no longer free."""
         if connection.session.unconfirmed():
             connection.send_fence()
         call, future = connection.call(*request)

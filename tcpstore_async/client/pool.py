@@ -177,9 +177,9 @@ class Pool:
                     other.await_writes(deadline)
             while connection is None:
                 if not self._watched and self.forming:
-                    background.soon(self._watch)
+                    background.defer(self._watch)
                 elif not self._watched and not self.joining:
-                    background.uninterrupted(self._watch)
+                    background.call_uninterrupted(self._watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before `_free`: a thread that releases one must see the ticket
                     if not behind:
@@ -468,8 +468,8 @@ class Pool:
     def _watch(self) -> bool:
         """Hand new connections to the background loop, unless the store is lost; return False to try again.
 
-        Called by `background.uninterrupted` or `soon`. It must not wait for the lock, which a call may hold that the
-        waiting signal handler has interrupted.
+        Called by `background.call_uninterrupted` or `defer`. It must not wait for the lock: an interrupted call may
+        hold it.
         """
         if not self._lock.acquire(blocking=False):
             return False

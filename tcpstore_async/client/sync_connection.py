@@ -188,7 +188,7 @@ class SyncConnection:
         return True
 
     def _sending(self, data: bytes, call: PendingCall | None = None) -> Iterator[int]:
-        """Return an iterator of one item, the bytes sent: taking it sends and, in the same step, notes that on a link."""
+        """Return an iterator of one item, the bytes sent. Taking it sends, and notes that on a link in one step."""
         sending = map(self.peer.send, (data,), _EACH)
         if self.link is None:
             return sending

@@ -174,7 +174,7 @@ class ClientTls:
         try:
             if loop is not None and not self.in_background:
                 bridge.keep(loop)
-            elif not background.carry(bridge):
+            elif not background.add_service(bridge):
                 raise OSError("cannot start the thread that TLS requires")
         except BaseException:
             bridge.abandon()
@@ -529,7 +529,7 @@ class Bridge:
         self._tls.bridges.discard(self)
         self.ended.set()
         if self._over is None:
-            background.drop(self)
+            background.remove_service(self)
         elif not self._over.done():
             self._over.set_result(None)
 

@@ -1,6 +1,6 @@
-"""Whether a client uses TLS, and with which files: by its caller, the server's URL or its environment.
+"""Whether a client uses TLS, and with which files: from its caller, the server's URL or its environment.
 
-Commands that may never connect import this; it must not import what connects.
+Imported by commands that may never connect; it must not import modules that do.
 """
 
 import os
@@ -17,7 +17,7 @@ KEY: Final = "TCPSTORE_KEY"
 
 
 def wants_tls(tls: bool | None, server: ServerUrl | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to use TLS: as the caller says, else the server's URL, else whether TCPSTORE_TLS is exactly 1."""
+    """Return the caller's choice; None means TLS if the server's URL asks for it, or TCPSTORE_TLS is exactly 1."""
     if tls is None and server is not None and server.tls:
         return True
     return environment.get(ENABLE) == "1" if tls is None else tls

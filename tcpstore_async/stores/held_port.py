@@ -56,7 +56,7 @@ class HeldPort:
 
     def reset_peers(self) -> None:
         """From now on, reset whoever connects."""
-        background.carry(self)
+        background.add_service(self)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is None and self._listener.fileno() >= 0:
@@ -83,7 +83,7 @@ class HeldPort:
             background.call_soon(self.finish)
             self._closed.wait(_STOP_SECONDS)
         self._listener.close()
-        background.drop(self)
+        background.remove_service(self)
 
     def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(OSError):
