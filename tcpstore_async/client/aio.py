@@ -92,7 +92,7 @@ class AsyncTCPStore:
         self._slot_taken = False
         """Whether a blocking call is acquiring a connection."""
         self._slot_waiters: deque[asyncio.Future[None]] = deque()
-        """Blocking calls whose turn comes next."""
+        """Blocking calls that wait for that one."""
         self._identifying: asyncio.Task[Exception | None] | None = None
         self._identified = False
         self._probing: dict[str, asyncio.Task[Exception | None]] = {}
@@ -653,7 +653,7 @@ class AsyncTCPStore:
     # Connections
 
     async def _connection_to_wait_on(self, deadline: _CallDeadline) -> AsyncConnection:
-        """Return a free connection for a blocking call. Calls take turns, as thousands may need one at once."""
+        """Return a free connection for a blocking call. One call at a time acquires one, not thousands."""
         await self._acquire_slot(deadline)
         try:
             return await self._free_connection(deadline)

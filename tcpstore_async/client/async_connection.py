@@ -238,7 +238,7 @@ class AsyncConnection(asyncio.Protocol):
             self._fail(DistNetworkError(reason + idle))
         else:
             self._held = True
-            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle, self._lost_error))
+            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -320,11 +320,7 @@ class AsyncConnection(asyncio.Protocol):
                 return
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
-            text = f"{reason}; {reason_of(error)}" + size_hint(self._longest)
-            if self._lost_error is None:
-                self._fail(DistNetworkError(text))
-            else:
-                await self._fail_with_reason(text, self._lost_error)
+            await self._fail_with_reason(f"{reason}; {reason_of(error)}" + size_hint(self._longest))
             self.transport.abort()
             return
         self._resuming = None
@@ -337,8 +333,8 @@ class AsyncConnection(asyncio.Protocol):
         """Return whether the connection has been closed or lost meanwhile."""
         return self._closing or self.lost is not None
 
-    async def _fail_with_reason(self, text: str, lost_error: Callable[[str], Awaitable[DistNetworkError]]) -> None:
-        self._fail(await lost_error(text))
+    async def _fail_with_reason(self, text: str) -> None:
+        self._fail(DistNetworkError(text) if self._lost_error is None else await self._lost_error(text))
 
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:

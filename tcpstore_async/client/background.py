@@ -45,7 +45,7 @@ _SWEEP_SECONDS: Final = 1.0
 """Seconds between checks of all idle connections where there is no epoll."""
 
 _DEFER_SECONDS: Final = 0.1
-"""Seconds until `defer` makes a call, by which most process groups have formed."""
+"""Seconds until `defer` makes a call; most process groups form in less."""
 
 _SIGNALS: Final = frozenset(signal.valid_signals())
 """All signals, computed once because it takes long."""
@@ -236,7 +236,7 @@ _alive: Final[set[BackgroundLoop]] = set()
 
 _changing = threading.Lock()
 """Held while the loop is started or stopped: by a thread that no signal handler interrupts, or by a fork. So a handler
-that waits for it does not wait for the call that it has interrupted."""
+that waits for it never waits for a call that it has interrupted."""
 
 _ended = False
 """Whether the interpreter exits."""

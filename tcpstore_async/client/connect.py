@@ -251,29 +251,45 @@ async def open_connection(host: str, port: int, tls: ClientTls | None = None) ->
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
-    """Resolve a name in a daemon thread: if it hangs, it delays neither other look-ups nor the end of the process."""
+    """Resolve a name in a thread of its own, so that a look-up that hangs delays no other. Raises OSError."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    found: list[AddressInfo] = []
-    failed: list[OSError] = []
 
     def end() -> None:
         if not done.done():
             done.set_result(None)
+
+    def report() -> None:
+        with suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(end)
+
+    _, found, failed = _start_look_up(host, port, report)
+    await done
+    if failed:
+        raise failed.pop()
+    return found
+
+
+def _start_look_up(
+    host: str, port: int, on_end: Callable[[], object]
+) -> tuple[threading.Thread, list[AddressInfo], list[OSError]]:
+    """Resolve a name in a daemon thread, which does not delay the end of the process if it hangs.
+
+    Returns the thread, and lists of the addresses and the error that it fills before it calls `on_end`.
+    """
+    found: list[AddressInfo] = []
+    failed: list[OSError] = []
 
     def resolve() -> None:
         try:
             found.extend(_resolve(host, port))
         except OSError as error:
             failed.append(error.with_traceback(None))
-        with suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(end)
+        on_end()
 
-    threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True).start()
-    await done
-    if failed:
-        raise failed.pop()
-    return found
+    thread = threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True)
+    thread.start()
+    return thread, found, failed
 
 
 def _resolve(host: str, port: int) -> list[AddressInfo]:
@@ -475,17 +491,10 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
 
 def _look_up_in_a_helper(host: str, attempt: Attempt) -> list[str]:
     """Return the addresses of a name, none if it cannot be resolved. A look-up that hangs is abandoned."""
-    found: list[str] = []
-
-    def run() -> None:
-        with suppress(OSError):
-            found.extend(_hosts(_resolve(host, 0)))
-
-    helper = threading.Thread(target=run, name=f"lookup of {host}", daemon=True)
-    helper.start()
+    helper, found, _ = _start_look_up(host, 0, always)
     while helper.is_alive():
         helper.join(attempt.tick())
-    return found
+    return _hosts(found)
 
 
 def _close_all(peers: list[socket.socket]) -> None:
@@ -505,9 +514,9 @@ def leaves_host(peer: socket.socket) -> bool:
 
 
 def why_lost(error: Exception) -> tuple[str, bool]:
-    """Return why a server turns away a client that has lost its connection, and whether that is for its token.
+    """Return why the server rejects a client that has lost its connection, and whether the reason is its token.
 
-    The reason is "" if the error does not say why the connection was lost.
+    The text is "" if the error does not explain the loss.
     """
     if isinstance(error, StoreEndedError):
         return str(error), False

@@ -8,11 +8,10 @@ other failures may be transient.
 """
 
 import asyncio
-import functools
 import socket
 import time
 from collections.abc import Callable, Generator
-from typing import Final
+from typing import Any, Final
 
 from ..base.deadline import Deadline, backoff
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
@@ -27,6 +26,10 @@ from .tls import ClientTls
 _LONGEST_REPLY: Final = 64 * 1024
 
 
+_Step = bytes | int | float | None
+"""Bytes to send, the most bytes to receive, seconds to sleep, or None to connect."""
+
+
 def resume_blocking(
     host: str,
     port: int,
@@ -38,70 +41,75 @@ def resume_blocking(
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
-    Closing the connection resets it until the caller calls `reset_when_closed`.
-
-    Raises DistNetworkError at the deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no
-    longer returns True.
+    Closing the connection resets it until the caller calls `reset_when_closed`. Raises DistNetworkError at the
+    deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no longer returns True.
     """
-    failures = 0
-    while True:
-        try:
+    peer: socket.socket
+    attempt: Attempt
+
+    def perform(step: _Step) -> Any:
+        nonlocal peer, attempt
+        if step is None:
             peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True, token=token, tls=tls)
-        except AccessDeniedError as error:
-            if error.final:
-                raise
-            failures += 1  # the broken connection still counts for the token, until the server notices its end
-            time.sleep(_pause(failures, deadline, error))
-            continue
-        reset_when_closed(peer, True)
-        try:
-            peer.sendall(_request(link), NO_SIGPIPE)
-            return peer, exchanges.run(functools.partial(Attempt(deadline.left(), wanted).receive, peer), _reply())
-        except OSError as error:  # the connection has broken too
-            peer.close()
-            failures += 1
-            pause = _pause(failures, deadline, error)
-        except BaseException as error:
-            if isinstance(error, Cancelled):  # the store is being closed, so have the server end the session at once
-                reset_when_closed(peer, False)
-            peer.close()
-            raise
-        time.sleep(pause)
+            attempt = Attempt(deadline.left(), wanted)
+            return peer
+        if isinstance(step, bytes):
+            return peer.sendall(step, NO_SIGPIPE)
+        return time.sleep(step) if isinstance(step, float) else attempt.receive(peer, step)
+
+    return exchanges.run(perform, _resuming(link, deadline))
 
 
 async def resume(
     host: str, port: int, token: bytes, tls: ClientTls | None, link: ClientSingleLink, deadline: Deadline
 ) -> tuple[socket.socket, bytes]:
     """Resume as `resume_blocking` does, on an event loop."""
-    failures = 0
-    while True:
-        try:
+    loop = asyncio.get_running_loop()
+    peer: socket.socket
+
+    async def perform(step: _Step) -> Any:
+        nonlocal peer
+        if step is None:
             peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls)
+            return peer
+        if isinstance(step, float):
+            return await asyncio.sleep(step)
+        io = loop.sock_sendall(peer, step) if isinstance(step, bytes) else loop.sock_recv(peer, step)
+        return await asyncio.wait_for(io, deadline.left())
+
+    return await exchanges.run_async(perform, _resuming(link, deadline))
+
+
+def _resuming(link: ClientSingleLink, deadline: Deadline) -> Generator[_Step, Any, tuple[socket.socket, bytes]]:
+    """Connect and resume the link, repeatedly until the deadline. Yields steps, which are sent their results."""
+    command = BY_METHOD["link"]
+    attempts = 0
+    while True:
+        attempts += 1
+        peer: socket.socket | None = None
+        try:
+            peer = yield None
+            assert peer is not None
+            reset_when_closed(peer, True)
+            yield command.prefix + command.request.encode(link.fields())  # which has the number of the attempt
+            return peer, (yield from _reply())
         except AccessDeniedError as error:
             if error.final:
                 raise
-            failures += 1  # see `resume_blocking`
-            await asyncio.sleep(_pause(failures, deadline, error))
-            continue
-        reset_when_closed(peer, True)
-        try:
-            return peer, await asyncio.wait_for(_exchange(peer, link), deadline.left())
+            # The broken connection counts for the token until the server notices its end.
+            pause = _pause(attempts, deadline, error)
         except (OSError, asyncio.TimeoutError) as error:
+            if peer is None:
+                raise  # refused
             peer.close()
-            failures += 1
-            pause = _pause(failures, deadline, error)
+            pause = _pause(attempts, deadline, error)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):  # see `resume_blocking`
-                reset_when_closed(peer, False)
-            peer.close()
+            if peer is not None:
+                if isinstance(error, (Cancelled, asyncio.CancelledError)):
+                    reset_when_closed(peer, False)  # the store is being closed: have the server end the session at once
+                peer.close()
             raise
-        await asyncio.sleep(pause)
-
-
-async def _exchange(peer: socket.socket, link: ClientSingleLink) -> bytes:
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(peer, _request(link))
-    return await exchanges.run_async(functools.partial(loop.sock_recv, peer), _reply())
+        yield pause
 
 
 def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
@@ -134,11 +142,6 @@ async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None,
             connection.replace(peer)
             connection.down = None
             return
-
-
-def _request(link: ClientSingleLink) -> bytes:
-    command = BY_METHOD["link"]
-    return command.prefix + command.request.encode(link.fields())
 
 
 def _reply() -> Generator[int, bytes, bytes]:

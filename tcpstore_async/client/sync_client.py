@@ -513,10 +513,17 @@ class TCPClient(Pool):
                     self._identity_queue.join(ticket)
                 else:
                     self._identifying = me
-            if not others:
-                self._identify_now(deadline)
-            elif not ticket.wait(deadline.poll_seconds()) and deadline.passed():
-                raise DeadlineExceeded
+            if others:
+                if not ticket.wait(deadline.poll_seconds()) and deadline.passed():
+                    raise DeadlineExceeded
+                continue
+            try:
+                self._on_a_connection(self._identify_on, requests.HAS_EXTENSION, deadline, deadline.timeout)
+                self._identified = True
+            finally:
+                with self._lock:
+                    self._identifying = NO_THREAD
+                    self._identity_queue.notify_all()
 
     def _identify_first(self, deadline: Deadline) -> None:
         """Request the server's identity before a call that does not need it.
@@ -530,15 +537,6 @@ class TCPClient(Pool):
             self._identify(deadline)
         except StoreTimeoutError:
             raise DeadlineExceeded from None
-
-    def _identify_now(self, deadline: Deadline) -> None:
-        try:
-            self._on_a_connection(self._identify_on, requests.HAS_EXTENSION, deadline, deadline.timeout)
-            self._identified = True
-        finally:
-            with self._lock:
-                self._identifying = NO_THREAD
-                self._identity_queue.notify_all()
 
     def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         if self.identity is None:

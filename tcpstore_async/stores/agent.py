@@ -11,6 +11,7 @@ Every request may be repeated.
 import os
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ import msgspec
 from ..base.deadline import Deadline
 from ..base.errors import DistError, ProtocolError, StoreTimeoutError, counted
 from ..base.keys import stored_key
-from ..client import capabilities, requests
+from ..client import capabilities, exchanges, requests
 from ..client.requests import Request
 from ..client.sync_client import TCPClient
 from ..keyspace.agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
@@ -200,15 +201,9 @@ class Agent:
         `report` is called with what is missing, at first after `_FIRST_REPORT` seconds.
         """
         steps = joining(self._key, self.name, self.options, self._left, self.pulse, time.monotonic, report)
-        reply: Framed | None = None
-        try:
-            while True:
-                request, seconds = steps.send(reply)
-                reply = self._meet(request, seconds) if request[0].parks else self._client.call(request)
-        except StopIteration as end:
-            found: Round = end.value
-            self._left = found.number
-            return found
+        found = exchanges.run(self._perform, steps)
+        self._left = found.number
+        return found
 
     def beat(self) -> State:
         """Send a beat. The caller waits until `pulse.due` before each beat, and does not join meanwhile."""
@@ -225,11 +220,15 @@ class Agent:
         """Close the rounds for all agents, and tell the server whether this agent's workers have succeeded."""
         self._attend(CLOSE, SUCCEEDED if succeeded else 0, self.options.close)
 
-    def _meet(self, request: Request, seconds: float) -> Framed | None:
-        try:
-            reply: Framed = self._client.call_blocking(request, seconds)
-        except StoreTimeoutError:
-            return None
+    def _perform(self, step: tuple[Request, float]) -> Framed | None:
+        """Make the call of a step of `joining`; return None for a MEET that takes too long."""
+        request, seconds = step
+        reply: Framed | None = None
+        if request[0].parks:
+            with suppress(StoreTimeoutError):
+                reply = self._client.call_blocking(request, seconds)
+        else:
+            reply = self._client.call(request)
         return reply
 
     def _attend(self, action: int, number: int = 0, seconds: float | None = None) -> State:

@@ -310,7 +310,7 @@ class TCPStore(Store):
                 raise
 
     def _most_connections(self, ranks: int) -> int:
-        """Return how many connections so many ranks need at once."""
+        """Return the number of connections that this many ranks need at once."""
         return ranks
 
     def _check_tls(self) -> None:
@@ -617,7 +617,7 @@ _stores: Final[dict[int, "weakref.ref[TCPStore]"]] = {}
 
 
 def _remember(store: TCPStore) -> None:
-    # The callback is a C function, as an interrupt in it would be lost: Python ignores what a callback raises.
+    # A C function, so that no interrupt strikes in the callback: Python ignores the exceptions of callbacks.
     me = id(store)
     _stores[me] = weakref.ref(store, functools.partial(_stores.pop, me))
 

@@ -123,13 +123,8 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
         if server is not None:
             lifetimes.opened(native, lambda _: server.release())
         return native
-    return _open_pytorchs(place, seconds, why)
-
-
-def _open_pytorchs(place: plain.Place, seconds: float, why: str) -> dist.Store:
-    """Return PyTorch's client of PyTorch's server, as its own handlers do."""
-    timeout = timedelta(seconds=seconds)
-    where = (place.host, place.port, place.world_size, True, timeout)
+    # As PyTorch's own handlers do, with PyTorch's server.
+    where = (place.host, place.port, place.world_size, True, timedelta(seconds=seconds))
     with for_ourselves():
         store: Any = _CppTCPStore(*where, multi_tenant=True, use_libuv=place.use_libuv)
     pytorchs_server.started(store.port, why)

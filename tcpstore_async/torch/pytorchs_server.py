@@ -1,7 +1,7 @@
 """PyTorch's own server where ours cannot be started: for which stores it is a substitute, and the warning.
 
-The caller makes it with PyTorch's constructor, which raises for a program's mistakes what it raises without us. This
-module must not know how a server is started.
+The caller uses PyTorch's constructor, so that a program's mistakes raise the same errors as without us. This module
+must not know how a server is started.
 """
 
 import logging

@@ -183,9 +183,8 @@ class _Handler(RendezvousHandler):
         """The token that this agent has made for its own server, if the environment has none."""
         self._wants_relay = relay
         self._wants_named = named
-        self._relay: RelayProcess | None = None
-        self._port: LastingPort | None = None
-        self._round_store: _RoundStore | None = None
+        self._opened: list[TCPStore | _RoundStore | RelayProcess | LastingPort] = []
+        """What was opened for the last round's workers, to be closed in reverse order."""
         self._store = store
         self._host_name = ""
         """The agent that hosts the server; empty if unknown, or if none does."""
@@ -195,7 +194,6 @@ class _Handler(RendezvousHandler):
         self._number = next(_numbers)
         self._agent = Agent(store._plain, key, agent_name(address, self._number, own_origin(run_id).run), options)
         self._beats: _Beats | None = None
-        self._server: TCPStore | None = None
         self._seen: State | None = None
         self._seen_at = 0.0
         self._at_exit = functools.partial(_end, weakref.ref(self))
@@ -215,7 +213,7 @@ class _Handler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and wait until it is formed."""
         self._stop_beats()
-        self._close_server()
+        self._close_opened()
         self._record("attempts to join the next round")
         try:
             self._translated(self._find_host)
@@ -267,7 +265,7 @@ class _Handler(RendezvousHandler):
             if succeeded:
                 _ended_here.add(self._run_id)
             os.environ.pop(ROUND_VARIABLE, None)
-            self._close_server()
+            self._close_opened()
             self._store.close()
 
     def _join(self) -> Round:
@@ -336,16 +334,15 @@ class _Handler(RendezvousHandler):
         host = self._address if self._tls else "localhost"  # a certificate need not name the latter
         token = secrets.token_hex(16) if _has_token() else ""
         required = "all" if self._wants_relay else ""
-        self._server = host_for_others(
-            host, 0, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
-        )
+        server = host_for_others(host, 0, token=token, tls=self._tls, token_keys="", require_auth=required, server="")
+        self._opened.append(server)
         if token and not required:
             log.warning(
                 "the workers' server on port %d admits clients without a token, because PyTorch's client "
                 "cannot present one: with --rdzv-conf relay=1 the server requires one",
-                self._server.port,
+                server.port,
             )
-        return self._server.port, token
+        return server.port, token
 
     def _create(self, name: str) -> str:
         """Create the store with this name on the agents' server; return why it cannot be used, empty if it can.
@@ -355,7 +352,7 @@ class _Handler(RendezvousHandler):
         if wants_tls(None) and not self._wants_relay:
             return "the workers use TLS themselves (TCPSTORE_TLS=1), which a loopback port does not support"
         try:
-            self._round_store = _RoundStore(name, self._agents_server, self._store.timeout, self._made_token)
+            self._opened.append(_RoundStore(name, self._agents_server, self._store.timeout, self._made_token))
             return ""
         except ConnectionRefusedError:
             raise errors.DistNetworkError("it refuses connections") from None
@@ -371,17 +368,19 @@ class _Handler(RendezvousHandler):
         """
         try:
             if self._wants_relay:
-                self._relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
-                return "127.0.0.1", self._relay.port
+                relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
+                self._opened.append(relay)
+                return "127.0.0.1", relay.port
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); each worker connection is forwarded separately", error)
         try:
             if (direct := self._find_port(name)) is not None:
                 return direct
-            self._port = LastingPort(self._agents_server, name, self._made_token or "")
+            port = LastingPort(self._agents_server, name, self._made_token or "")
         except errors.DistError as error:
             raise RendezvousConnectionError(str(error)) from error
-        return "127.0.0.1", self._port.port
+        self._opened.append(port)
+        return "127.0.0.1", port.port
 
     def _find_port(self, name: str) -> tuple[str, int] | None:
         """Return the address of the server's port for the named store; None if this host can reach none.
@@ -407,11 +406,12 @@ class _Handler(RendezvousHandler):
             return address, port
         where = format_address(address, port)
         try:
-            self._relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
+            relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
             return address, port
-        return "127.0.0.1", self._relay.port
+        self._opened.append(relay)
+        return "127.0.0.1", relay.port
 
     def _look(self) -> State:
         """Return the state of the rounds, at most a second old."""
@@ -455,13 +455,10 @@ class _Handler(RendezvousHandler):
         if beats is not None:
             beats.stop()
 
-    def _close_server(self) -> None:
+    def _close_opened(self) -> None:
         """Close the store, port, relay and server of the last round's workers."""
-        started = (self._port, self._relay, self._round_store, self._server)
-        self._port = self._relay = self._round_store = self._server = None
-        for one in started:
-            if one is not None:
-                one.close()
+        while self._opened:
+            self._opened.pop().close()
 
     def _record(self, what: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         """Log what this agent does, and record it as an event of PyTorch's."""

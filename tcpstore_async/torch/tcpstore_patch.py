@@ -17,25 +17,12 @@ from ..base.addresses import unbracketed
 from ..base.coercion import to_host, to_int64, to_port, to_seconds, to_world_size
 from ..client.store_name import StoreTakenError, find_server
 from ..server.master import NoServerError
+from ..stores.tcp import TCPStore
 from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves
 from .errors import forget_locals, joint
 
 log = logging.getLogger("tcpstore_async.torch")
-
-
-def _as_called(
-    host_name: Any,
-    port: Any,
-    world_size: Any = None,
-    is_master: Any = False,
-    timeout: Any = None,
-    wait_for_workers: Any = True,
-    multi_tenant: Any = False,
-    master_listen_fd: Any = None,
-    use_libuv: Any = True,
-) -> None:
-    """The parameters of PyTorch's constructor; it has no signature that `inspect` can read."""
 
 
 def _unbracketed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -49,7 +36,11 @@ def _unbracketed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ..
 
 _LAUNCHER: Final = "torch.distributed.elastic."
 
-_PARAMETERS: Final = inspect.signature(_as_called)
+_PARAMETERS: Final = inspect.Signature(
+    [one for one in inspect.signature(TCPStore).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+)
+"""Parameters of PyTorch's constructor, which ours has, too: `inspect` cannot read PyTorch's."""
+
 _MASTER: Final = list(_PARAMETERS.parameters).index("is_master")
 
 Init = Callable[..., None]
