@@ -224,7 +224,7 @@ class AsyncTCPStore:
         name = stored_key(key)
         request = requests.wait([name])
         deadline = _CallDeadline(request, self._timeout)
-        if self.identity is None and not await self._extended(deadline):
+        if self.identity is None and not await self._extended(deadline):  # PyTorch's servers have no FETCH
             await self._call_blocking(request, deadline)
             return unpack(await self._call_when_free(requests.get(name), deadline))
         found = await self._try_get(name, deadline)
@@ -345,6 +345,7 @@ class AsyncTCPStore:
         item = await self._pop(requests.lease(name, block and not deadline.once), deadline)
         if item is not None:
             return unpack(item)
+        # A single check that finds nothing is a timeout, unless a plain value has the key.
         if block and deadline.once and not (await self.check([key]) and await self.queue_len(key) == 0):
             raise deadline.error()
         raise QueueEmptyError("queue is empty")

@@ -170,7 +170,7 @@ class Pool:
         connection: SyncConnection | None = None
         ticket = Ticket()
         within = self._within_another(me)
-        behind = self._starving > 0 and not within
+        behind = self._starving > 0 and not within  # the interrupted call may be what the starving threads wait for
         try:
             for other in list(self._connections) if within else []:
                 if other.user == me:
@@ -343,7 +343,7 @@ class Pool:
         except DistNetworkError as error:
             if self._lost:
                 raise self._lost_error() from None
-            if self._connections:
+            if self._connections:  # the server is there: this call's time was too short, and the store is not lost
                 raise DeadlineExceeded from error
             raise
 
@@ -379,6 +379,7 @@ class Pool:
 
     def _close_surplus(self, connection: SyncConnection) -> None:
         """Close further connections that have been idle for IDLE_SECONDS. Needs the lock."""
+        # Not those with unconfirmed writes, which could be lost unnoticed.
         now = connection.used = time.monotonic()
         for other in self._connections[1:]:
             if not other.user and now - other.used > IDLE_SECONDS and not other.session.unconfirmed():

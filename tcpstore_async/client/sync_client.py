@@ -150,7 +150,7 @@ class TCPClient(Pool):
                     if link.unanswered > UNANSWERED_BYTES:
                         deadline = deadline or Deadline.of_a_call(self.timeout)
                         connection.confirm_writes(deadline)
-                if len(self._connections) > 1:
+                if len(self._connections) > 1:  # a signal handler's write must precede the interrupted call's next
                     self._confirm_within(connection, me, deadline)
                 return None
             try:

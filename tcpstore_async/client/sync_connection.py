@@ -146,7 +146,7 @@ class SyncConnection:
         session = self.session
         link = self.link
         if link is not None:
-            if self.down is not None:
+            if self.down is not None:  # `put_rest` resumes first
                 return False
             taken = link.acknowledgement()
             if taken:

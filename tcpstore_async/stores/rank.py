@@ -59,7 +59,7 @@ class Rank:
     def join(self, client: TCPClient) -> bool:
         """Join; return whether the server is that of this rank's round. Raises DistNetworkError."""
         if not self._is_ours(client):
-            self._counted = True
+            self._counted = True  # before the request, whose reply may be lost
             client.call(requests.count(1), self._deadline())
             return True
         joined = client.call(requests.join(self._token), self._deadline())

@@ -201,7 +201,7 @@ class SharedFile:
                 with locked() as lock:
                     self._open(lock, flags, _Attempts(deadline), patient)
                     result = act(lock)
-                if lock.written or not lock.lost:
+                if lock.written or not lock.lost:  # after a write, repeating `act` would write twice
                     return result
             except Exception as error:
                 if lock.lost and not lock.written:
