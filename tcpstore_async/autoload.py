@@ -1,6 +1,6 @@
 """The entry point that PyTorch calls when it is imported: TCPSTORE_INSTALL=1 works without a change to a program.
 
-A failure here never keeps PyTorch from being imported, and nothing else of the package is imported before it is needed.
+A failure here never keeps PyTorch from being imported, and no other module of the package is imported unless needed.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Barriers, gathers and broadcasts over any store, for programs without PyTorch.
 
 They use PyTorch's keys, so that ranks of both can take part, and report the missing ranks after a timeout. They accept
-any kind of store: timeouts are caught as RuntimeError, because the errors of PyTorch's stores do not inherit from ours.
-Invariant: a store's own timeout is never changed, because others may be using it.
+PyTorch's stores, too, and therefore catch timeouts as RuntimeError, as PyTorch's errors do not derive from ours.
+Invariant: a store's own timeout is never changed, because other threads may be using it.
 """
 
 import logging
@@ -19,17 +19,18 @@ from .stores.base import Store
 log = logging.getLogger("tcpstore_async.collectives")
 
 _IGNORED: Final = b"<val_ignored>"
+
 _LOG_INTERVAL_MIN: Final = 10.0
-"""Minimum of seconds between a rank's log messages; one second is added for every thousand ranks."""
+"""Least seconds between a rank's log messages; one second is added for every thousand ranks."""
 
 _MAX_TRACED: Final = 16
-"""Missing ranks that a trace reports at most: enough to show that more than one node is missing."""
+"""Most missing ranks that a trace reports: enough to show that more than one node is missing."""
 
 _SMALL_WORLD: Final = 256
-"""Up to this world size every rank searches for the missing ranks. In larger worlds that would be too many checks."""
+"""Largest world in which every rank searches for missing ranks. In larger ones that would be too many checks."""
 
 _SEARCHERS: Final = 16
-"""In larger worlds the first of these ranks that is present searches for all. Two nodes of eight may be missing."""
+"""In larger worlds the first present of this many ranks searches for all. Two nodes of eight ranks may be missing."""
 
 _SEARCH_SECONDS: Final = 10.0
 """Timeout of a search for missing ranks, in addition to the caller's timeout."""
@@ -275,7 +276,7 @@ class StoreCollectives:
         return list(self._store.multi_get(keys))
 
     def _wait(self, collective: str, keys: list[bytes], name: bytes, deadline: Deadline, alone: bool = False) -> None:
-        """Wait for keys; on timeout, find the missing ranks. `alone`: no other rank waits for the same keys."""
+        """Wait for keys; on timeout, find the missing ranks. `alone` is whether only this rank waits for the keys."""
         try:
             self._store.wait(keys, _remaining(deadline))
         except RuntimeError as error:
@@ -289,9 +290,9 @@ class StoreCollectives:
 def _missing_ranks_error(
     store: Store, collective: str, keys: Mapping[int, Text], rank: int | None, error: RuntimeError
 ) -> RuntimeError:
-    """Return the error that names the ranks whose keys are missing; `error` itself if the store no longer answers.
+    """Return an error with the ranks whose keys are missing; `error` itself if the store no longer answers.
 
-    With `rank`, all other ranks are timing out as well, so in a large world only some of them search.
+    With `rank`, all other ranks time out as well, so in a large world only some of them search.
     """
     deadline = Deadline(_SEARCH_SECONDS)
     try:
@@ -332,6 +333,6 @@ def _absent(store: Store, keys: Sequence[Text], deadline: Deadline) -> tuple[lis
 
 
 def _remaining(deadline: Deadline) -> timedelta:
-    """Return the remaining time in whole milliseconds, as every store takes it; negative for no timeout."""
+    """Return the time left in whole milliseconds, which every store accepts; negative means no timeout."""
     left = deadline.left()
     return timedelta(milliseconds=-1 if left is None else math.ceil(left * 1000))

@@ -35,6 +35,7 @@ from .server.listen_socket import (
 from .server.process.child import STDERR, Owner, announce_end, ignore_signals, log_to_owner, read_tokens
 from .server.process.protocol import Event
 from .server.reloading import Reloading
+from .server.signals import drain_when_told, watch_signals
 from .server.store_ports import ANY
 from .server.systemd import activated_fd, supervised
 from .session.identity import build as build
@@ -223,31 +224,6 @@ def _server_tls(cert: str | None, key: str | None, ca: str | None, required: boo
     from .server.tls import ServerTls
 
     return ServerTls(TlsFiles(ca or "", cert, key), required)
-
-
-def watch_signals() -> "asyncio.Queue[signal.Signals]":
-    """Return a queue that receives every SIGTERM and SIGINT from now on."""
-    loop = asyncio.get_running_loop()
-    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    return signals
-
-
-async def drain_when_told(
-    signals: "asyncio.Queue[signal.Signals]", drain: Coroutine[Any, Any, None], stopping: Callable[[], None]
-) -> None:
-    """Wait for a signal and call `stopping`; after SIGTERM, await `drain`, or another signal."""
-    number = await signals.get()
-    stopping()
-    if number is not signal.SIGTERM:
-        drain.close()
-        return
-    draining = asyncio.ensure_future(drain)
-    told_again = asyncio.ensure_future(signals.get())
-    await asyncio.wait([draining, told_again], return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, told_again):
-        task.cancel()
 
 
 def tune_gc() -> None:

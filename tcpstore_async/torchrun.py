@@ -1,7 +1,7 @@
 """The entry point of torchrun: `--rdzv-backend=tcpstore`.
 
-torchrun finds `handler` by the entry point group `torchrun.handlers`, and calls it while it imports PyTorch's
-rendezvous, possibly on behalf of `torch/rendezvous_handler.py`: so that is imported later.
+torchrun finds `handler` through the entry point group `torchrun.handlers`, and calls it while PyTorch's rendezvous is
+being imported, perhaps by `torch/rendezvous_handler.py`, which is therefore imported later.
 """
 
 from typing import Any

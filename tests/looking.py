@@ -12,7 +12,7 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.diagnosis.facts import Facts, read_facts
 from tcpstore_async.diagnosis.missing import Missing, awaited, find_missing
 from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
-from tcpstore_async.diagnosis.ranks import Ranks
+from tcpstore_async.diagnosis.stock_ranks import Ranks
 from tcpstore_async.observe.history import History
 from tcpstore_async.observe.inspection import Inspection
 from tcpstore_async.observe.missing import Questions

@@ -1,4 +1,4 @@
-"""Asking a server elsewhere, through the HTTP process that passes on the replies of its admin socket.
+"""Queries to another machine's server, through the HTTP process that passes on its admin socket's replies.
 
 Knows HTTP. Must not know what a reply means.
 """
@@ -15,18 +15,18 @@ from .server_url import HttpUrl
 PATH: Final = "/api/lines"
 
 _AGAIN_SECONDS: Final = 0.2
-"""After which an HTTP process that is busy is asked again."""
+"""Seconds between requests to a busy HTTP process."""
 
 _MOST_TEXT: Final = 300
-"""Characters of a refusal that are passed on."""
+"""Characters of a refusal that an error quotes."""
 
 
 def ask_over_http(
     url: HttpUrl, parts: list[str], timeout: float | None, **more: object
 ) -> Generator[bytes, None, None]:
-    """Yield the reply to a request for these parts, in chunks; of the `more` fields, those that are None are left out.
+    """Yield the reply to a request for these parts, with the `more` fields that are not None, in chunks.
 
-    `timeout` is in seconds, for the whole reply; None for none. Raises DistNetworkError if nobody answers there,
+    `timeout` is in seconds, for the whole reply; None means none. Raises DistNetworkError if nothing answers there,
     PermissionError if this process may not ask, DistStoreError if the request is refused, and StoreTimeoutError.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -67,7 +67,7 @@ def ask_over_http(
 
 
 def _refusal(url: HttpUrl, response: HTTPResponse) -> str:
-    """Return why the request is to be made again later. Raises DistError or PermissionError if that is of no use."""
+    """Return why to repeat the request later. Raises DistError or PermissionError if the refusal is final."""
     raw = response.read(4 * _MOST_TEXT)
     text = " ".join(raw.decode(errors="replace").split())[:_MOST_TEXT]
     if response.status == 503 and response.headers.get("Retry-After"):

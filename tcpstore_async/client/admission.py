@@ -1,10 +1,10 @@
-"""What follows the handshake on a new connection: a token is presented, and a store with a name entered.
+"""Admission: after the handshake, present the token and enter the named store.
 
-It knows in which order a server is asked; it must not know how bytes travel. Afterwards the session knows the server's
-identity, as the server would tell it on this connection: nobody has to ask again.
+It knows the order of the requests; it must not know how bytes travel. Afterwards the session has the server's identity,
+so that nothing asks for it again on this connection.
 
-Invariant: a server is asked who it is once, before it is sent anything that only ours knows, and only if there is such
-a thing to send.
+Invariant: the server is asked for its identity once, and only if a token or a name has to be sent, which only our
+servers understand.
 """
 
 from collections.abc import Generator
@@ -20,11 +20,11 @@ from .store_name import StoreName
 def admission(
     session: ClientSession, host: str, port: int, token: bytes, name: StoreName | None, clear: bool = False
 ) -> Generator[tuple[bytes, PendingCall], None, None]:
-    """Do on a connection that has shaken hands what comes before its first request.
+    """Present the token and enter the named store, if given, on a connection that has shaken hands.
 
-    `clear` is whether others could read the token on its way.
-    Yields what to send, if anything, and the call whose reply has to arrive before the next. Raises AccessDeniedError,
-    StoreEndedError, and DistNetworkError if there can be no such store.
+    `clear` is whether others on the network could read the token. Yields the bytes to send, if any, and the call to be
+    answered before the next step. Raises AccessDeniedError, StoreEndedError, and DistNetworkError if there can be no
+    such store.
     """
     if not token and name is None:
         return
@@ -32,14 +32,15 @@ def admission(
     if token:
         identity = yield from authenticate(session, identity, token, host, port, clear)
     if name is not None:
-        identity = yield from name.entering(session, identity, host, port)
+        identity = yield from name.enter(session, identity, host, port)
     session.identity = identity
 
 
 def _identify(session: ClientSession) -> Generator[tuple[bytes, PendingCall], None, Identity | None]:
-    """Ask a server who it is, in one round trip; None if it is not one of ours.
+    """Ask the server for its identity, in one round trip; None if it is not one of ours.
 
-    Such a server may never reply to the second question, or close the connection, of which there is no use then.
+    A server of another kind may never answer WHO_ARE_YOU, or close the connection; neither matters, as without an
+    identity the admission fails.
     """
     asking, asked = session.request(*requests.HAS_EXTENSION)
     telling, told = session.request(*requests.WHO_ARE_YOU)

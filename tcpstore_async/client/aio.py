@@ -1,6 +1,6 @@
 """The async client: typed methods over shared connections.
 
-It knows which method is which command, when a call may share a connection and when it needs its own, and deadlines. It
+It knows the command of each method, when a call may share a connection and when it needs its own, and deadlines. It
 must not know bytes on the wire or sockets.
 
 Invariants: a blocked call delays no other call. What a store has written is visible to its later requests, on whichever
@@ -41,11 +41,11 @@ from .tls_settings import files_from_environment, wants_tls
 log = logging.getLogger("tcpstore_async.client")
 
 _RETRY_SECONDS = 0.05
-"""Seconds until a probe is repeated that failed for lack of time of another call."""
+"""Seconds until a probe is repeated that ended with another call's deadline."""
 
 
 class _CallDeadline(Deadline):
-    """The deadline of one call, and the error when it has passed. A timeout of 0 still allows one round trip."""
+    """The deadline of one call, and its timeout error. A timeout of 0 still allows one round trip."""
 
     def __init__(self, request: Request, seconds: float, began: float | None = None) -> None:
         super().__init__(seconds or MIN_ROUND_TRIP, began)
@@ -76,7 +76,7 @@ class AsyncTCPStore:
         name: StoreName | None = None,
     ) -> None:
         self._name = name
-        """The store on that server, if it has a name."""
+        """The named store on that server, if it is one."""
         self.host = to_host("host", host)
         self.port = to_port("port", port)
         self._token = find_token(token)
@@ -91,17 +91,17 @@ class AsyncTCPStore:
         """The connection that calls share; every unconfirmed write is on it."""
         self._opening: asyncio.Task[Exception | None] | None = None
         self._slot_taken = False
-        """Whether a blocking call is looking for a connection."""
+        """Whether a blocking call is acquiring a connection."""
         self._slot_waiters: deque[asyncio.Future[None]] = deque()
-        """Blocking calls that will look for a connection after it."""
+        """Blocking calls that wait for that one."""
         self._identifying: asyncio.Task[Exception | None] | None = None
         self._identified = False
         self._probing: dict[str, asyncio.Task[Exception | None]] = {}
         self._supported: dict[str, bool] = {}
-        """Whether the server supports what older servers of PyTorch do not, as far as probed."""
+        """Whether the server has each capability that was probed."""
         self._lost: DistNetworkError | None = None
         self._stranded: set[asyncio.Task[None]] = set()
-        """Tasks that push back the items of pops, on servers of PyTorch, whose callers have given up."""
+        """Tasks that push back the items of abandoned pops on PyTorch's servers."""
 
     @classmethod
     async def connect(
@@ -117,13 +117,12 @@ class AsyncTCPStore:
     ) -> "AsyncTCPStore":
         """Connect to the server at this address, retrying until the timeout. Raises DistNetworkError.
 
-        The timeout, in seconds or a timedelta, is also that of later calls; negative means none, 0 one attempt. Every
-        connection presents the token, which is by default that of TCPSTORE_TOKEN or of the file TCPSTORE_TOKEN_FILE;
-        without one, none is presented. Raises AccessDeniedError if the server refuses it. `tls` encrypts the
-        connections; None does if the environment variable TCPSTORE_TLS is 1. `tls_files` take the place of those that
+        The timeout, in seconds or a timedelta, also applies to later calls; negative means none, 0 one attempt. Every
+        connection presents the token, if there is one; by default it is that of TCPSTORE_TOKEN, or of the file
+        TCPSTORE_TOKEN_FILE. Raises AccessDeniedError if the server refuses it. With `tls`, the connections are
+        encrypted; None means if the environment variable TCPSTORE_TLS is 1. `tls_files` replace the files that
         TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name. With `server`, by default that of TCPSTORE_SERVER_URL, the
-        address is the name of a store on that server, and this waits until there is one; an empty one leaves it an
-        address.
+        address names a store on that server, for which this waits; with an empty `server` it is an address.
         """
         url = find_server(server)
         name = None
@@ -144,7 +143,7 @@ class AsyncTCPStore:
         name: StoreName | None,
         refused_is_final: bool = False,
     ) -> "AsyncTCPStore":
-        """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if nobody listens there."""
+        """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if nothing listens there."""
         client_tls = ClientTls(tls_files or files_from_environment()) if tls else None
         store = cls(host, port, timeout, token=token, tls=client_tls, name=name)
         try:
@@ -162,16 +161,16 @@ class AsyncTCPStore:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection. Calls in progress fail, and so do later ones.
+        """Close all connections. Calls in progress fail, and so do later ones.
 
-        A server of ours has executed all writes by then, unless it does not answer within a second, which is logged.
+        A server of ours has executed all writes on return; if it does not answer within a second, that is logged.
         """
         if self._lost is None:
             last: list[asyncio.Future[Any]] = [*self._stranded]
             fence: asyncio.Future[Any] | None = None
             connection = self._ready_connection()
             if connection is not None and connection.link is not None and connection.session.unconfirmed():
-                connection.send_fence()  # if it breaks it is resumed, and sends the writes again
+                connection.send_fence()  # a connection that breaks is resumed, and sends the writes again
                 fence = connection.fence
                 assert fence is not None
                 last.append(fence)
@@ -226,14 +225,14 @@ class AsyncTCPStore:
         name = stored_key(key)
         request = requests.wait([name])
         deadline = _CallDeadline(request, self._timeout)
-        if self.identity is None and not await self._extended(deadline):
+        if self.identity is None and not await self._extended(deadline):  # PyTorch's servers have no FETCH
             await self._call_blocking(request, deadline)
             return unpack(await self._call_when_free(requests.get(name), deadline))
         found = await self._try_get(name, deadline)
         return unpack(await self._call_blocking(requests.fetch(name), deadline) if found is None else found)
 
     async def _try_get(self, name: bytes, deadline: _CallDeadline) -> Framed | None:
-        """Return the value if the key exists, without occupying a connection.
+        """Return the value if the key exists, else None, without occupying a connection.
 
         Not for PyTorch's servers: the legacy one closes the connection on a GET of a missing key.
         """
@@ -337,8 +336,7 @@ class AsyncTCPStore:
         """Take the oldest item; with `block`, as soon as there is one.
 
         Raises QueueEmptyError without `block`, or if the key holds a plain value. If the call is cancelled or times out
-        when the item is already on its way, the item returns to the front of the queue; on PyTorch's servers, to the
-        end.
+        while the item is on its way, the item returns to the front of the queue; on PyTorch's servers, to the end.
         """
         name = stored_key(key)
         deadline = _CallDeadline(requests.wait([name]) if block else requests.queue_pop(name), self._timeout)
@@ -348,6 +346,7 @@ class AsyncTCPStore:
         item = await self._pop(requests.lease(name, block and not deadline.once), deadline)
         if item is not None:
             return unpack(item)
+        # A single check that finds nothing is a timeout, unless a plain value has the key.
         if block and deadline.once and not (await self.check([key]) and await self.queue_len(key) == 0):
             raise deadline.error()
         raise QueueEmptyError("queue is empty")
@@ -387,7 +386,7 @@ class AsyncTCPStore:
                 raise deadline.error()
 
     async def _pop_unconfirmed(self, name: bytes) -> Framed | None:
-        """Take an item from a server of PyTorch; return None if there is none. If the caller gives up, push it back."""
+        """Take an item from PyTorch's server; return None if there is none. Push it back if the call is abandoned."""
         request = requests.queue_pop(name)
         deadline = _CallDeadline(request, self._timeout)
         connection = await self._free_connection(deadline)
@@ -426,7 +425,7 @@ class AsyncTCPStore:
         return self.identity
 
     async def _extended(self, deadline: _CallDeadline) -> bool:
-        """Return whether the server is one of ours; the first time, request that from the server."""
+        """Return whether the server is one of ours; the first call asks it."""
         if not self._identified:
             if self._identifying is None or self._identifying.done():
                 self._identifying = _shared(self._identify)
@@ -434,7 +433,7 @@ class AsyncTCPStore:
         return self.identity is not None
 
     async def _supports(self, what: str, deadline: _CallDeadline) -> bool:
-        """Return whether the server supports a capability; probe once, on a separate connection."""
+        """Return whether the server has a capability; the first call probes it, on a separate connection."""
         if what not in self._supported and await self._extended(deadline):
             self._supported[what] = True
         while what not in self._supported:
@@ -446,7 +445,7 @@ class AsyncTCPStore:
             except StoreTimeoutError:
                 if deadline.passed():
                     raise
-                await asyncio.sleep(_RETRY_SECONDS)  # another call's deadline, or the store's timeout, has passed
+                await asyncio.sleep(_RETRY_SECONDS)  # the probe ended with another call's deadline, or the store's
         return self._supported[what]
 
     async def _require(self, what: str, request: Request, deadline: _CallDeadline | None = None) -> None:
@@ -499,7 +498,7 @@ class AsyncTCPStore:
         self._identified = True
 
     async def _join_task(self, task: "asyncio.Task[Exception | None]", deadline: _CallDeadline) -> None:
-        """Wait for a task that several calls need, each until its deadline. Raises the task's error."""
+        """Wait for a task that calls share, each until its own deadline. Raises the task's error."""
         await asyncio.wait({task}, timeout=deadline.left())
         if self._lost is not None:
             raise copy(self._lost)
@@ -507,6 +506,7 @@ class AsyncTCPStore:
             raise deadline.error()
         error = None if task.cancelled() else task.result()
         lost = isinstance(error, DistNetworkError) and not isinstance(error, StoreEndedError)
+        # The task had the deadline of another call; the store itself is not lost while it has connections.
         if isinstance(error, StoreTimeoutError) or (lost and self._connections):
             raise deadline.error() from error
         if error is not None:
@@ -532,7 +532,7 @@ class AsyncTCPStore:
         await self._open_link(connection, deadline)
 
     def _restrict(self, connections: Iterable[AsyncConnection]) -> None:
-        """Let connections send only what the server has said that it allows: by the token of a relay, say."""
+        """Restrict connections to the requests that the server allows, as with the token of a relay."""
         if self.identity is not None and not self._token:
             for connection in connections:
                 connection.session.access = granted_access(self.identity.access)
@@ -559,15 +559,15 @@ class AsyncTCPStore:
         return self._call_when_free(request) if self._identified else self._call_first(request)
 
     async def _call_first(self, request: Request) -> Any:
-        """Request the server's identity before a call that does not depend on it.
+        """Request the server's identity before a call that does not need it.
 
-        Otherwise the store would not survive a reset connection. A call with little time must not fail because of it:
-        it leaves that to a later one.
+        Without the identity, the store would not survive a reset connection. A call with a short timeout must not fail
+        because of it, and leaves it to a later one.
         """
         deadline = _CallDeadline(request, self._timeout)
         if not 0 <= deadline.timeout < MIN_ROUND_TRIP:
             await self._extended(deadline)
-        # A timeout of 0 allows that, and then the call, one second each.
+        # A timeout of 0 allows each of them one second.
         return await self._call_when_free(request, None if deadline.once else deadline)
 
     async def _call_when_free(self, request: Request, deadline: _CallDeadline | None = None) -> Any:
@@ -577,9 +577,9 @@ class AsyncTCPStore:
         return await self._await_reply(future, deadline)
 
     async def _call_blocking(self, request: Request, deadline: _CallDeadline) -> Any:
-        """Make a call that is answered when something happens, and cancel it at the deadline.
+        """Make a call that the server answers when a condition is met, and cancel it at the deadline.
 
-        A server of ours is asked why it has timed out, which may take a second more; see `StoreTimeoutError`.
+        After a timeout a server of ours is asked for the reason, which may take a second more; see `StoreTimeoutError`.
         """
         connection = await self._connection_to_wait_on(deadline)
         call, future = self._lease(connection, request)
@@ -597,20 +597,20 @@ class AsyncTCPStore:
     async def _explain(
         self, error: StoreTimeoutError, request: Request, connection: AsyncConnection, call: PendingCall, seconds: float
     ) -> None:
-        """Ask the server why a call has timed out, and say so in its error; without an answer, leave that as it is."""
+        """Ask the server why a call has timed out, and add the reason to its error, if there is one."""
         asked = explanation.question(request, seconds, self.identity)
         if asked is None:
             return
         limit = _CallDeadline(asked, min(seconds, explanation.MOST_SECONDS))
         try:
-            if not call.done:  # on a connection that is free again, rather than another one
+            if not call.done:  # wait until this connection is free again, rather than open another one
                 await self._await_reply(connection.rest_of(call), limit)
             explanation.explain(error, asked, await self._call_when_free(asked, limit))
         except (DistError, ProtocolError):
-            pass  # what has happened to the connection shows at the next call
+            pass  # the next call reports what has happened to the connection
 
     def _lease(self, connection: AsyncConnection, request: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
-        """Send a blocking call, behind a fence if writes are unconfirmed that other connections must not overtake."""
+        """Send a blocking call, behind a fence if there are unconfirmed writes; its connection is no longer free."""
         if connection.session.unconfirmed():
             connection.send_fence()
         call, future = connection.call(*request)
@@ -632,7 +632,7 @@ class AsyncTCPStore:
     ) -> Any:
         """Return the future's result, or raise the deadline's error.
 
-        What it raises is a copy: frames of the callers refer to the future, which must not refer to them.
+        It raises a copy: the error's traceback refers to callers' frames, which refer to the future.
         """
         left = deadline.left()
         timer = None
@@ -655,7 +655,7 @@ class AsyncTCPStore:
     # Connections
 
     async def _connection_to_wait_on(self, deadline: _CallDeadline) -> AsyncConnection:
-        """Return a free connection for a blocking call. One call at a time looks for one, not thousands at once."""
+        """Return a free connection for a blocking call. One call at a time acquires one, not thousands."""
         await self._acquire_slot(deadline)
         try:
             return await self._free_connection(deadline)
@@ -700,7 +700,7 @@ class AsyncTCPStore:
                 return ready
             connection = self._current
             if connection is not None and connection.fence is not None and connection.session.unconfirmed():
-                fence = connection.fence  # when it is done the connection may have another one
+                fence = connection.fence  # by the time it is done, the connection may have another one
                 await asyncio.wait({fence}, timeout=deadline.left())
                 if not fence.done():
                     raise deadline.error()
@@ -733,7 +733,7 @@ class AsyncTCPStore:
         except BaseException:
             connection.close()
             if connection.is_broken and self._lost is None:
-                await self._open_connection()  # in its place: nothing has been written on it
+                await self._open_connection()  # nothing was written on the broken one
                 return
             raise
         if self._lost is not None:
@@ -786,7 +786,7 @@ class AsyncTCPStore:
 
 
 def _shared(work: Callable[[], Awaitable[None]]) -> "asyncio.Task[Exception | None]":
-    """Start a task for which several calls wait, each of which may give up before its end; it returns its error."""
+    """Start a task that calls share, so it outlives any of them; it returns its error."""
     return asyncio.ensure_future(_error_of(work))
 
 

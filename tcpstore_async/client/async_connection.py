@@ -3,9 +3,9 @@
 It knows a session, the futures of its calls, and the bytes to be written; it must not know other connections or what a
 call means.
 
-Invariants: no request is executed twice. A call whose caller has gone is still answered, and its reply is dropped, so
-the connection stays in step. When the connection is lost, every call on it fails with the reason; one that is a link is
-lost when it is broken and cannot be replaced.
+Invariants: no request is executed twice. A call whose caller has gone is still answered and its reply dropped, so that
+the connection stays in step. When the connection is lost, every call on it fails with the reason. A link is lost only
+if its broken connection cannot be replaced.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from .sync_connection import reset_when_closed
 
 
 class AsyncConnection(asyncio.Protocol):
-    """Sends the requests of one iteration of the loop together."""
+    """A connection that sends the requests of one iteration of the loop together."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class AsyncConnection(asyncio.Protocol):
         reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
         lost_error: Callable[[str], Awaitable[DistNetworkError]] | None = None,
     ) -> None:
-        """`reach` connects again for a link; it returns the connection, and the reply to LINK on it.
+        """`reach` reconnects a link; it returns the connection, and the reply to LINK on it.
 
-        `lost_error` returns the error with this text, and with why the server has closed the connection.
+        `lost_error` returns the error with the given text and the server's reason for closing the connection.
         """
         self.session = session
         self.link: ClientSingleLink | None = None
@@ -49,13 +49,14 @@ class AsyncConnection(asyncio.Protocol):
         self._reach = reach
         self._lost_error = lost_error
         self.is_broken = False
-        """Whether it was lost because it was broken, before it was a link."""
+        """Whether it was lost to a break before it became a link."""
         self._held = False
-        """Whether requests wait for the reply to LINK, or for another connection."""
+        """Whether requests wait for the reply to LINK, or for the next connection."""
         self._resuming: asyncio.Task[None] | None = None
+        """The task that replaces the connection, or finds out why it was lost."""
         self.lost: DistNetworkError | None = None
         self.pops = 0
-        """Pops on it whose callers have not got, and confirmed, an item."""
+        """Pops in progress: their items are not yet confirmed."""
         self.fence: asyncio.Future[Any] | None = None
         """Done when the writes before a blocking call have been executed."""
         self._on_lost = on_lost
@@ -65,18 +66,18 @@ class AsyncConnection(asyncio.Protocol):
         self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
         self._outbox: list[bytes] = []
         self._ends: list[tuple[int, PendingCall]] = []
-        """The last call whose request is in the outbox and, behind it, a call that blocks; each with the number of
-        items up to the end of its request."""
+        """The last non-blocking and the blocking call in the outbox, each with the number of items up to its end."""
         self._longest = 0
-        """Bytes of the longest request, once one was longer than the largest value a server accepts by default."""
+        """Bytes of the longest request, once one exceeded the largest value that a server accepts by default."""
         self._silent: list[asyncio.Future[Any]] = []
         """Futures of the requests in the outbox that have no reply."""
         self._drained: asyncio.Future[None] | None = None
+        """Done when the transport resumes writing; None while it takes data."""
         self._closing = False
         self._is_lost = False
-        """Whether it, or the store, was lost, and not closed."""
+        """Whether it or the store was lost rather than closed."""
         self._silence = ""
-        """How long nothing had arrived when the connection was lost."""
+        """How long the server had been silent when the connection was lost, for errors."""
         self._due: deque[tuple[float, asyncio.Future[Any], Request, float]] = deque()
         """Calls with a timeout, the first to expire first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -101,12 +102,12 @@ class AsyncConnection(asyncio.Protocol):
         return call, future
 
     def limit(self, future: "asyncio.Future[Any]", request: Request, seconds: float) -> None:
-        """Fail a call that is not answered within so many seconds. Calls with the same timeout share a timer."""
+        """Fail a call that is not answered within this many seconds. Calls with the same timeout share a timer."""
         due = self._due
         while due and due[0][1].done():
             due.popleft()
         when = self._loop.time() + (seconds or MIN_ROUND_TRIP)
-        if due and when < due[-1][0]:
+        if due and when < due[-1][0]:  # out of order: the timeout has been shortened
             self._loop.call_at(when, _expire, future, request, seconds)
             return
         due.append((when, future, request, seconds))
@@ -154,7 +155,7 @@ class AsyncConnection(asyncio.Protocol):
         self._write(self.session.request(*confirm(lease))[0])
 
     def give_back(self, lease: Request) -> None:
-        """Return an item to the server that was leased, is on its way, or is waited for."""
+        """Return to the server the item that is leased, on its way, or waited for."""
         call = self.session.waiting
         if call is not None and call.fields is lease[1]:
             self.cancel(call)
@@ -162,14 +163,14 @@ class AsyncConnection(asyncio.Protocol):
             self._write(self.session.request(*give_back(lease))[0])
 
     def idle(self) -> bool:
-        """Return whether nothing is in progress on it."""
+        """Return whether nothing is in progress."""
         in_progress = self.session.pending or self.pops or self._outbox or self._held
         return not in_progress and self._drained is None
 
     def close(self, reason: DistNetworkError | None = None, lost: bool = False) -> None:
-        """Close the connection, perhaps because the store has been lost with another one. Calls in progress fail."""
+        """Close the connection; calls in progress fail. `lost` is whether the store has been lost with another one."""
         self._closing = True
-        if lost and not self._is_lost:  # else its socket may be closed, and has been looked at
+        if lost and not self._is_lost:  # else `connection_lost` has asked the socket, which may be closed now
             self._silence = describe_silence(self.transport.get_extra_info("socket"))
         self._is_lost = lost
         if self._resuming is not None:
@@ -177,7 +178,7 @@ class AsyncConnection(asyncio.Protocol):
         self._flush()
         if self._drained is None:
             self.transport.close()
-        else:  # closing would wait until the peer reads
+        else:  # `close` would wait until the peer reads
             self.transport.abort()
         self._fail(reason or DistNetworkError("the store has been closed"))
 
@@ -211,8 +212,8 @@ class AsyncConnection(asyncio.Protocol):
         if self.link is not None:
             self._acknowledge(self.link, len(data), done)
         for call in done:
-            future = self._futures.pop(call, None)
-            if future is not None and not future.done():  # None: it failed while the connection was being replaced
+            future = self._futures.pop(call, None)  # None if it failed while the connection was being replaced
+            if future is not None and not future.done():
                 future.set_result(call.result)
         if waited and self.session.waiting is None:
             self._on_free(self)
@@ -237,7 +238,7 @@ class AsyncConnection(asyncio.Protocol):
             self._fail(DistNetworkError(reason + idle))
         else:
             self._held = True
-            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle, self._lost_error))
+            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -268,7 +269,7 @@ class AsyncConnection(asyncio.Protocol):
         self._flush()
 
     def _note(self, link: ClientSingleLink, outbox: list[bytes], ends: list[tuple[int, PendingCall]]) -> bytes:
-        """Join an outbox, and keep its parts until the calls at their ends have been replied to."""
+        """Join an outbox, and keep its parts until the calls at their ends are answered."""
         data = taken = link.acknowledgement()
         if taken:
             link.note(taken)
@@ -290,7 +291,7 @@ class AsyncConnection(asyncio.Protocol):
         return data
 
     def _acknowledge(self, link: ClientSingleLink, size: int, done: list[PendingCall]) -> None:
-        """Forget requests that were replied to, and have the server forget long replies."""
+        """Forget answered requests, and acknowledge long replies, which the server keeps until then."""
         link.received += size
         for call in reversed(done):
             if call.ends_batch:
@@ -301,12 +302,12 @@ class AsyncConnection(asyncio.Protocol):
             self._write(data)
 
     async def _resume(self, link: ClientSingleLink, reason: str) -> None:
-        """Go on with another connection, and send again what the server has not taken."""
+        """Replace the broken connection, and send again what the server has not received."""
         assert self._reach is not None
         try:
             peer, reply = await self._reach(link, Deadline(link.grace))
-            reset_when_closed(peer, False)  # if this is canceled, the server sees the end, and ends the session
-            if self._is_over():  # before Python 3.12, `wait_for` may swallow the cancel of `close`
+            reset_when_closed(peer, False)  # if this task is cancelled, an orderly end has the server end the session
+            if self._is_over():  # before Python 3.12, `wait_for` may swallow the cancellation by `close`
                 peer.close()
                 return
             try:
@@ -319,11 +320,7 @@ class AsyncConnection(asyncio.Protocol):
                 return
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
-            text = f"{reason}; {reason_of(error)}" + size_hint(self._longest)
-            if self._lost_error is None:
-                self._fail(DistNetworkError(text))
-            else:
-                await self._fail_with_reason(text, self._lost_error)
+            await self._fail_with_reason(f"{reason}; {reason_of(error)}" + size_hint(self._longest))
             self.transport.abort()
             return
         self._resuming = None
@@ -333,11 +330,11 @@ class AsyncConnection(asyncio.Protocol):
         self._flush()
 
     def _is_over(self) -> bool:
-        """Return whether the connection was closed, or its store lost, meanwhile."""
+        """Return whether the connection has been closed or lost meanwhile."""
         return self._closing or self.lost is not None
 
-    async def _fail_with_reason(self, text: str, lost_error: Callable[[str], Awaitable[DistNetworkError]]) -> None:
-        self._fail(await lost_error(text))
+    async def _fail_with_reason(self, text: str) -> None:
+        self._fail(DistNetworkError(text) if self._lost_error is None else await self._lost_error(text))
 
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:
@@ -387,7 +384,7 @@ class AsyncConnection(asyncio.Protocol):
         for future, its_error in failed:
             if not future.done():
                 future.set_exception(its_error)
-                future.exception()  # marks it as retrieved: the caller may have gone
+                future.exception()  # marks it as retrieved, as the caller may have gone
         if not self._closing:
             self._on_lost(self, error)
 

@@ -1,13 +1,12 @@
-"""A connection on which a rank is counted and says who it is, and which is closed after that.
+"""A short connection that counts a rank and introduces it.
 
-It is for a rank whose store is PyTorch's own client, which can say neither. This module must not know that client. A
-failure is left to the caller, who joins by a `TCPClient` instead, with the same token: that one retries, and explains.
+It serves a rank whose store is PyTorch's own client, which can do neither. This module must not know that client. After
+a failure the caller joins with a `TCPClient` and the same token, which retries and explains.
 
 Invariant: nothing is counted unless the server is one of ours, where a token counts once.
 """
 
 import os
-import select
 from types import TracebackType
 from typing import Any, Final
 
@@ -22,18 +21,18 @@ _REPLY: Final = 4096
 
 
 class BriefJoin:
-    """Two round trips: one for the handshake and the question whether the server is ours, which other work may overlap,
-    and one to be counted.
+    """Two round trips: the handshake with the question whether the server is ours, which other work may overlap, and
+    the join.
     """
 
     def __init__(self, host: str, port: int, deadline: Deadline, token: bytes = b"") -> None:
-        """Connect, shake hands, presenting `token`, and ask.
+        """Connect, present the `token`, if any, and ask whether the server is ours.
 
         Raises OSError, DistNetworkError and AccessDeniedError.
         """
-        self._attempt = Attempt(deadline.left(), lambda: True)
+        self._attempt = Attempt(deadline.left())
         self._greeting: PendingCall | None = None
-        """The handshake, if it is not over, and with it the question: who has presented a token knows the answer."""
+        """The handshake, until it is answered; None with a token, as only our servers accept one."""
         if token:
             self._peer, self._session = connect_blocking(host, port, deadline, token=token)
             return
@@ -53,7 +52,7 @@ class BriefJoin:
         self._peer.close()
 
     def join(self, rank: bytes, world: int) -> bool:
-        """Count the rank with this token, of a world of this size; return whether the server is ours.
+        """Count the rank with this token in a world of this size; return whether the server is ours.
 
         Raises OSError if the connection is lost or the deadline has passed, and ProtocolError.
         """
@@ -75,8 +74,7 @@ class BriefJoin:
 
     def _result(self, call: PendingCall) -> Any:
         while not call.done:
-            self._attempt.wait_for(self._peer, select.POLLIN)
-            chunk = self._peer.recv(_REPLY)
+            chunk = self._attempt.receive(self._peer, _REPLY)
             if not chunk:
                 raise ConnectionError("the server closed the connection while this rank was joining")
             self._session.receive(chunk)

@@ -1,8 +1,8 @@
-"""What other servers lack: how to find out, and the error.
+"""Capabilities that other servers lack: how to probe for them, and the error.
 
-A server of ours says which commands of the extension it has. What older servers of PyTorch lack is probed, on a
-connection of its own, because a server that does not know a command closes the connection, and with it the writes on
-it. Every command of a probe is answered at once and leaves nothing behind.
+A server of ours reports its version of the extension. Capabilities of PyTorch's servers are probed on a separate
+connection, because a server that does not know a command closes the connection, and the writes on it are lost. Every
+command of a probe is answered at once and leaves nothing behind.
 """
 
 import os
@@ -14,14 +14,14 @@ from . import requests
 from .requests import Request
 
 PROBES: Final = 2
-"""Connections that must be lost to a probe before the server counts as lacking the capability."""
+"""Probes that must lose their connections before the server counts as lacking the capability."""
 
 BARRIER: Final = "barrier"
 QUEUES: Final = "queues"
 LIST_KEYS: Final = "list_keys"
 
 EXTENSION: Final = "extension"
-"""That the server has the command of a request, which is one of the extension."""
+"""The command of the request, which is one of the extension."""
 
 _SINCE: Final = {
     EXTENSION: "does not have this method: it is PyTorch's, or runs an older version of this package",

@@ -1,4 +1,4 @@
-"""Who a client is, for the server's log: this process and its environment."""
+"""A client's introduction for the server's log, from this process and its environment."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ _VARIABLES: Final = {"rank": ("RANK",), "world_size": ("WORLD_SIZE",), "job": ("
 
 
 def introduction(world_size: int | None = None) -> dict[str, str]:
-    """Return host, pid, rank, world size and job, as far as they are known."""
+    """Return host, pid and, where known, rank, world size and job."""
     known = {"host": socket.gethostname(), "pid": str(os.getpid())}
     if world_size is not None:
         known["world_size"] = str(world_size)

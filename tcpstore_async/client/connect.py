@@ -2,14 +2,14 @@
 
 It knows addresses of both families and when to retry; it must not know what the connection is for.
 
-Invariants: the deadline covers everything, whatever a resolver or a peer does. A peer's name is never looked up.
-Failures that may pass are retried until the deadline. A look-up that hangs is left behind in a thread for which nothing
-waits.
+Invariants: the deadline covers everything, whatever a resolver or a peer does. No reverse look-ups. Transient failures
+are retried until the deadline. A look-up that hangs is abandoned in a daemon thread.
 """
 
 import asyncio
 import errno
 import ipaddress
+import itertools
 import os
 import select
 import socket
@@ -34,7 +34,7 @@ from ..base.errors import (
 )
 from ..session.client import ClientSession, PendingCall
 from ..session.tls import is_mismatch
-from . import requests
+from . import exchanges, requests
 from .admission import admission
 from .store_name import StoreEndedError, StoreName, is_local
 from .tls import ClientTls, TlsFailed, tls_required
@@ -43,12 +43,13 @@ _LAST_TRY: Final = 0.05
 """Seconds reserved for the last attempt."""
 
 NO_ANSWER: Final = "no answer"
-"""Given as the reason if nothing else is known: somebody may hold the port and be silent."""
+"""The reason when nothing else is known: another program may hold the port and stay silent."""
 
 _HANG_UPS: Final = 2
-"""Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
+"""Handshakes cut off in a row before PING is left out of the next one, or put back. A single one may be a reset."""
 
 _FULL: Final = " (a server at its connection limit also does this; see its log)"
+"""Added to the reason of a handshake that was cut off."""
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried in parallel with one that has not answered."""
@@ -57,20 +58,24 @@ NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
 """The program may have SIGPIPE at its default, which would kill it when the peer is gone."""
 
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 300_000))
-"""Gives up on a host that vanished, say with its power, after five minutes, and with it calls without a timeout. Not
-earlier, because a network may come back. In seconds, the last one in milliseconds. Where the system lacks an option,
-its own defaults apply."""
+"""Gives up on a host that has vanished, as after a power failure, after five minutes, and fails calls without a timeout
+then. Not earlier, because a network may come back. In seconds, the last one in milliseconds. Where the system lacks an
+option, its own defaults apply."""
 
-_LAST_LOOK: Final = 0.25
-"""Seconds left of those of a client that waits for a store, when it asks for the last time which others there are."""
+_LAST_ASK: Final = 0.25
+"""Seconds reserved for a client that waits for a named store to ask once more which others exist."""
 
-_LOOK_AGAIN: Final = 15.0
-"""Seconds until a host is looked up again that could not be."""
+_LOOK_UP_AGAIN: Final = 15.0
+"""Seconds until a failed look-up of a host is repeated."""
 
 _TICK: Final = 0.1
-"""Seconds between two checks whether a connection that is being made is still wanted."""
+"""Seconds between checks whether a connection that is being made is still wanted."""
+
+_HELLO_REPLY: Final = 4
+"""Bytes to read at most until the handshake has been answered: what follows may be the caller's."""
 
 _REPLY: Final = 4096
+"""Bytes to read at most from then on."""
 
 AddressInfo = tuple[Any, Any, int, str, Any]
 
@@ -78,39 +83,50 @@ T = TypeVar("T")
 
 
 class _Tries:
-    """Decides when to retry, and when to give up."""
+    """What to connect to, when to retry, and when to give up."""
 
     def __init__(
-        self, host: str, port: int, deadline: Deadline, refused_is_final: bool, name: StoreName | None
+        self,
+        host: str,
+        port: int,
+        deadline: Deadline,
+        refused_is_final: bool,
+        token: bytes = b"",
+        tls: ClientTls | None = None,
+        name: StoreName | None = None,
     ) -> None:
-        self.name = name
         self.host = host
         self.port = port
         self.deadline = deadline
         self.refused_is_final = refused_is_final
+        self.token = token
+        self.tls = tls
+        self.name = name
         self.pings = True
         """Whether the handshake has a PING: PyTorch's servers before 2.5 close the connection on it."""
         self.cause = ""
-        """Why the last attempt failed, or the one before if the last had too little time to show it."""
+        """Why the last attempt failed, or the one before if the last was too short to show it."""
         self._short = False
+        """Whether the current attempt has too little time to show why it fails."""
         self._failures = 0
         self._hung_up = 0
         """Handshakes in a row that the peer has cut off."""
 
     def is_final(self, error: Exception) -> bool:
-        """Return whether the caller is to get this error of an attempt as it is."""
+        """Return whether to raise an attempt's error as it is, instead of retrying."""
         return self.refused_is_final and isinstance(error, ConnectionRefusedError)
 
     def limit(self) -> float | None:
-        """Return the seconds that this attempt may take; None without limit."""
+        """Return the timeout of the next attempt in seconds; None means no limit."""
         left = self.deadline.left()
-        if left is not None and left > 4 * _LAST_LOOK and self.name is not None and self.name.looks():
-            return left - _LAST_LOOK
+        # End early while the name may mean another store: the last attempt then tells the error which stores exist.
+        if left is not None and left > 4 * _LAST_ASK and self.name is not None and self.name.is_ambiguous():
+            return left - _LAST_ASK
         self._short = left is not None and left <= 2 * _LAST_TRY
         return MIN_ROUND_TRIP if self.deadline.timeout == 0 else left
 
     def after(self, error: Exception) -> float:
-        """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
+        """Note why an attempt failed; return the seconds until the next. Raises DistNetworkError if there is none."""
         if isinstance(error, TlsFailed) and error.final:
             raise DistNetworkError(f"cannot connect to ({self.host}, {self.port}): {error}") from None
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
@@ -120,7 +136,7 @@ class _Tries:
         cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
         if cause == NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
-        if cause != NO_ANSWER or not self._short or not self.cause:
+        if cause != NO_ANSWER or not self._short or not self.cause:  # a short attempt times out whatever is wrong
             self.cause = cause
         left = self.deadline.left()
         if left is not None and left <= _LAST_TRY:
@@ -134,7 +150,7 @@ class _Tries:
         return wait if left is None else min(wait, left - _LAST_TRY)
 
     def _elsewhere(self) -> str:
-        """Return what to do if the address is one that another host has published, where nobody listens here."""
+        """Return advice for an address without a listener here that another host may have published; else ""."""
         if self.name is not None or self.cause != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
             return ""
         return (
@@ -147,7 +163,7 @@ def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
         return NO_ANSWER
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
-        return os.strerror(error.errno)  # asyncio's own text says that it failed, not why
+        return os.strerror(error.errno)  # asyncio's text says only that it failed
     return reason_of(error)
 
 
@@ -170,13 +186,13 @@ async def connect(
     """Connect to the store at this address, shake hands, present the token, and enter the named store, if given.
 
     A timeout of 0 allows one attempt. With `tls` the connection is encrypted, and the server's certificate verified.
-    Raises DistNetworkError with the last error, AccessDeniedError, and, if that is said to be final,
+    Raises DistNetworkError with the last error, AccessDeniedError, and, with `refused_is_final`,
     ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, refused_is_final, name)
+    tries = _Tries(host, port, deadline, refused_is_final, token, tls, name)
     while True:
         try:
-            return await asyncio.wait_for(_try(host, port, tries.pings, token, tls, name), tries.limit())
+            return await asyncio.wait_for(_try(tries), tries.limit())
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             if tries.is_final(error):
                 raise
@@ -187,53 +203,35 @@ async def connect(
 async def lost_error(
     host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName | None, text: str
 ) -> DistNetworkError:
-    """Return the error for a lost connection, with why the server has ended that, or the store with this name.
-
-    Without that, if the server does not say so now.
-    """
-    ended = None if name is None else name.once()
+    """Return the error of a lost connection: `text`, after the server's reason for ending it or its store, if known."""
     try:
         deadline = Deadline(MIN_ROUND_TRIP)
+        ended = None if name is None else name.once()
         peer, session = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
         peer.close()
-        if session.refusal:
-            return ConnectionDeniedError(f"{session.refusal}: {text}")
-    except StoreEndedError as error:
-        return DistNetworkError(f"{error}: {text}")
-    except AccessDeniedError as error:
-        if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
-            return ConnectionDeniedError(f"{error}: {text}")
-    except (DistNetworkError, DistStoreError, OSError):
-        pass
-    return DistNetworkError(text)
+        why, denied = session.refusal, bool(session.refusal)
+    except (DistNetworkError, DistStoreError, OSError) as error:
+        why, denied = why_lost(error)
+    text = f"{why}: {text}" if why else text
+    return ConnectionDeniedError(text) if denied else DistNetworkError(text)
 
 
-async def _try(
-    host: str, port: int, pings: bool, token: bytes, tls: ClientTls | None, name: StoreName | None
-) -> tuple[socket.socket, ClientSession]:
-    peer = await open_connection(host, port, tls)
+async def _try(tries: _Tries) -> tuple[socket.socket, ClientSession]:
+    peer = await open_connection(tries.host, tries.port, tries.tls)
+    loop = asyncio.get_running_loop()
+
+    async def perform(step: _Step) -> Any:
+        if isinstance(step, str):
+            with suppress(OSError):
+                return _hosts(await _look_up(step, 0))
+            return []
+        if isinstance(step, bytes):
+            return await loop.sock_sendall(peer, step)
+        limit = _LOOK_UP_AGAIN if tries.name is not None and tries.name.unresolved else None
+        return await asyncio.wait_for(loop.sock_recv(peer, step), limit)
+
     try:
-        loop = asyncio.get_running_loop()
-        session, hello, call = _hello(peer, pings)
-        clear = token != b"" and tls is None and leaves_host(peer)
-        try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
-                if name is not None and name.to_look_up:
-                    try:
-                        name.tell(_hosts(await _look_up(name.to_look_up, 0)))
-                    except OSError:
-                        name.tell(())
-                if data:
-                    await loop.sock_sendall(peer, data)
-                while not asked.done:
-                    chunk = loop.sock_recv(peer, _reply_bytes(call))
-                    limit = _LOOK_AGAIN if name is not None and name.unknown else None
-                    _receive(session, await (asyncio.wait_for(chunk, limit) if limit else chunk))
-        except ConnectionError as error:
-            if call.done:
-                raise
-            raise _hung_up(error, tls) from None
-        return peer, session
+        return peer, await exchanges.run_async(perform, _open_session(peer, tries, False))
     except BaseException:
         peer.close()
         raise
@@ -253,29 +251,45 @@ async def open_connection(host: str, port: int, tls: ClientTls | None = None) ->
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
-    """Resolve a name in a separate thread: one that hangs must delay neither others nor the end of the process."""
+    """Resolve a name in a thread of its own, so that a look-up that hangs delays no other. Raises OSError."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    found: list[AddressInfo] = []
-    failed: list[OSError] = []
 
     def end() -> None:
         if not done.done():
             done.set_result(None)
+
+    def report() -> None:
+        with suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(end)
+
+    _, found, failed = _start_look_up(host, port, report)
+    await done
+    if failed:
+        raise failed.pop()
+    return found
+
+
+def _start_look_up(
+    host: str, port: int, on_end: Callable[[], object]
+) -> tuple[threading.Thread, list[AddressInfo], list[OSError]]:
+    """Resolve a name in a daemon thread, which does not delay the end of the process if it hangs.
+
+    Returns the thread, and lists of the addresses and the error that it fills before it calls `on_end`.
+    """
+    found: list[AddressInfo] = []
+    failed: list[OSError] = []
 
     def resolve() -> None:
         try:
             found.extend(_resolve(host, port))
         except OSError as error:
             failed.append(error.with_traceback(None))
-        with suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(end)
+        on_end()
 
-    threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True).start()
-    await done
-    if failed:
-        raise failed.pop()
-    return found
+    thread = threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True)
+    thread.start()
+    return thread, found, failed
 
 
 def _resolve(host: str, port: int) -> list[AddressInfo]:
@@ -304,7 +318,7 @@ def always() -> bool:
 class Attempt:
     """The deadline of one attempt, in a thread that checks regularly whether the connection is still wanted."""
 
-    def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
+    def __init__(self, seconds: float | None, wanted: Callable[[], bool] = always) -> None:
         self.deadline = Deadline(-1.0 if seconds is None else seconds)
         self.wanted = wanted
         self.pid = os.getpid()
@@ -319,7 +333,7 @@ class Attempt:
         return _TICK if left is None else min(left, _TICK)
 
     def at_most(self, seconds: float) -> "Attempt":
-        """Return an attempt that ends with this one, or in so many seconds."""
+        """Return an attempt that ends with this one, but within this many seconds."""
         left = self.deadline.left()
         return Attempt(seconds if left is None else min(left, seconds), self.wanted)
 
@@ -330,6 +344,11 @@ class Attempt:
             pass
         if os.getpid() != self.pid:  # a signal handler has forked: the reply is the parent's
             raise OSError("the process forked while connecting")
+
+    def receive(self, peer: socket.socket, size: int) -> bytes:
+        """Return what arrives next, at most this many bytes; b"" at the end."""
+        self.wait_for(peer, select.POLLIN)
+        return peer.recv(size)
 
     def sleep(self) -> None:
         """Sleep until the deadline."""
@@ -353,27 +372,23 @@ def connect_blocking(
 ) -> tuple[socket.socket, ClientSession]:
     """Connect as `connect` does, from a thread without a loop. The socket returned is blocking.
 
-    With `asks`, the question whether the server is one of ours goes with the handshake, and its reply is left to the
-    caller.
-
+    With `asks`, the question whether the server is one of ours goes with the handshake; the caller reads the reply.
     Raises DistNetworkError, AccessDeniedError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
-    tries = _Tries(host, port, deadline, refused_is_final, name)
-    return _persist(
-        tries, wanted, lambda attempt: _try_in_this_thread(host, port, attempt, tries.pings, token, tls, name, asks)
-    )
+    tries = _Tries(host, port, deadline, refused_is_final, token, tls, name)
+    return _retry(tries, wanted, lambda attempt: _try_in_this_thread(tries, attempt, asks))
 
 
 def open_blocking(host: str, port: int, deadline: Deadline, refused_is_final: bool = False) -> socket.socket:
-    """Return a socket that is connected to this address, without the handshake. It does not block.
+    """Return a non-blocking socket connected to this address, without the handshake, from a thread without a loop.
 
-    From a thread without a loop. Raises DistNetworkError and, if that is said to be final, ConnectionRefusedError.
+    Raises DistNetworkError and, with `refused_is_final`, ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, refused_is_final, None)
-    return _persist(tries, always, lambda attempt: _open_in_this_thread(host, port, attempt))
+    tries = _Tries(host, port, deadline, refused_is_final)
+    return _retry(tries, always, lambda attempt: _open_in_this_thread(tries, attempt))
 
 
-def _persist(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attempt], T]) -> T:
+def _retry(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attempt], T]) -> T:
     while True:
         try:
             return attempt(Attempt(tries.limit(), wanted))
@@ -384,46 +399,30 @@ def _persist(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attem
         Attempt(pause, wanted).sleep()
 
 
-def _open_in_this_thread(host: str, port: int, attempt: Attempt) -> socket.socket:
-    addresses = _literal(host, port)
-    return _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
+def _open_in_this_thread(tries: _Tries, attempt: Attempt) -> socket.socket:
+    addresses = _literal(tries.host, tries.port)
+    if addresses:
+        return _connect_to(addresses[0], attempt)
+    return _connect_in_a_helper(tries.host, tries.port, attempt)
 
 
-def _try_in_this_thread(
-    host: str,
-    port: int,
-    attempt: Attempt,
-    pings: bool,
-    token: bytes,
-    tls: ClientTls | None,
-    name: StoreName | None,
-    asks: bool,
-) -> tuple[socket.socket, ClientSession]:
-    peer = _open_in_this_thread(host, port, attempt)
-    if tls is not None:
+def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[socket.socket, ClientSession]:
+    peer = _open_in_this_thread(tries, attempt)
+    if tries.tls is not None:
         keep_alive(peer)
-        peer = tls.wrap_blocking(peer, host, attempt)
+        peer = tries.tls.wrap_blocking(peer, tries.host, attempt)
+
+    def perform(step: _Step) -> Any:
+        nonlocal attempt
+        if isinstance(step, str):
+            found = _look_up_in_a_helper(step, attempt)
+            if not found:
+                attempt = attempt.at_most(_LOOK_UP_AGAIN)
+            return found
+        return peer.sendall(step, NO_SIGPIPE) if isinstance(step, bytes) else attempt.receive(peer, step)
+
     try:
-        session, hello, call = _hello(peer, pings)
-        clear = token != b"" and tls is None and leaves_host(peer)
-        if asks:
-            asking, session.asked = session.request(*requests.HAS_EXTENSION)
-            hello += asking
-        try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
-                if name is not None and name.to_look_up:
-                    name.tell(_look_up_in_a_helper(name.to_look_up, attempt))
-                    if name.unknown:
-                        attempt = attempt.at_most(_LOOK_AGAIN)
-                if data:
-                    peer.sendall(data, NO_SIGPIPE)
-                while not asked.done:
-                    attempt.wait_for(peer, select.POLLIN)
-                    _receive(session, peer.recv(_reply_bytes(call)))
-        except ConnectionError as error:
-            if call.done:
-                raise
-            raise _hung_up(error, tls) from None
+        session = exchanges.run(perform, _open_session(peer, tries, asks))
         peer.settimeout(None)
         return peer, session
     except BaseException:
@@ -491,18 +490,11 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
 
 
 def _look_up_in_a_helper(host: str, attempt: Attempt) -> list[str]:
-    """Return the addresses of a name, none if it cannot be resolved; a look-up that hangs is left behind."""
-    found: list[str] = []
-
-    def run() -> None:
-        with suppress(OSError):
-            found.extend(_hosts(_resolve(host, 0)))
-
-    helper = threading.Thread(target=run, name=f"lookup of {host}", daemon=True)
-    helper.start()
+    """Return the addresses of a name, none if it cannot be resolved. A look-up that hangs is abandoned."""
+    helper, found, _ = _start_look_up(host, 0, always)
     while helper.is_alive():
         helper.join(attempt.tick())
-    return found
+    return _hosts(found)
 
 
 def _close_all(peers: list[socket.socket]) -> None:
@@ -514,48 +506,64 @@ def _close_all(peers: list[socket.socket]) -> None:
 
 
 def leaves_host(peer: socket.socket) -> bool:
-    """Return whether the bytes of a connection pass where others could read them: not over loopback."""
+    """Return whether a connection leaves this host, so that others could read its bytes."""
     try:
         return not is_loopback(peer.getpeername()[0])
     except OSError:
         return False  # it has been lost
 
 
-def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:
-    """Return why the handshake was cut off."""
-    cause = None if tls is None else tls.cause()
-    return _HungUp(*error.args) if cause is None else cause
+def why_lost(error: Exception) -> tuple[str, bool]:
+    """Return why the server rejects a client that has lost its connection, and whether the reason is its token.
+
+    The text is "" if the error does not explain the loss.
+    """
+    if isinstance(error, StoreEndedError):
+        return str(error), False
+    # Without `final`, there are too many sessions with the token; the lost one may be among them.
+    return (str(error), True) if isinstance(error, AccessDeniedError) and error.final else ("", False)
 
 
-def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:
+_Step = bytes | int | str
+"""Bytes to send, the most bytes to receive, or a host to resolve."""
+
+
+def _open_session(peer: socket.socket, tries: _Tries, asks: bool) -> Generator[_Step, Any, ClientSession]:
+    """Shake hands, present the token and enter the named store; return the session.
+
+    Yields steps; after one to receive, it is sent the bytes, and after one to resolve, the addresses. Raises
+    ProtocolError if the peer is no store's server, and what `admission` raises.
+    """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(peer)
-    session = ClientSession(pings)
-    hello, call = session.hello(os.getpid())
-    return session, hello, call
-
-
-def _opening(
-    hello: bytes, call: PendingCall, admission: Generator[tuple[bytes, PendingCall], None, None]
-) -> Generator[tuple[bytes, PendingCall], None, None]:
-    """Shake hands, and do what comes before the first request; its first message goes with the handshake.
-
-    Yields as `admission` does. Raises ProtocolError if no store's server has answered.
-    """
-    data, asked = next(admission, (b"", call))
-    yield hello + data, call
-    check_hello(call)
-    yield b"", asked
-    yield from admission
-
-
-def _reply_bytes(hello: PendingCall) -> int:
-    """Return how much to read: no more than the reply to the handshake, until it is there."""
-    return _REPLY if hello.done else 4
+    clear = tries.token != b"" and tries.tls is None and leaves_host(peer)
+    session = ClientSession(tries.pings)
+    hello, greeting = session.hello(os.getpid())
+    if asks:
+        asking, session.asked = session.request(*requests.HAS_EXTENSION)
+        hello += asking
+    admitting = admission(session, tries.host, tries.port, tries.token, tries.name, clear)
+    first, first_asked = next(admitting, (b"", greeting))
+    try:
+        yield hello + first  # the first message of the admission goes with the handshake
+        while not greeting.done:
+            _receive(session, (yield _HELLO_REPLY))
+    except ConnectionError as error:
+        cause = None if tries.tls is None else tries.tls.cause()
+        raise _HungUp(*error.args) if cause is None else cause from None
+    check_hello(greeting)
+    for data, asked in itertools.chain([(b"", first_asked)], admitting):
+        if tries.name is not None and tries.name.host_to_resolve:
+            tries.name.resolved((yield tries.name.host_to_resolve))
+        if data:
+            yield data
+        while not asked.done:
+            _receive(session, (yield _REPLY))
+    return session
 
 
 def keep_alive(peer: socket.socket) -> None:
-    """Have the system give up a connection to a host that has vanished; see `_KEEP_ALIVE`."""
+    """Enable TCP keep-alive, so that the system gives up a connection to a vanished host; see `_KEEP_ALIVE`."""
     options = [(getattr(socket, name, None), value) for name, value in _KEEP_ALIVE]
     try:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -573,7 +581,7 @@ def _receive(session: ClientSession, chunk: bytes) -> None:
 
 
 def check_hello(call: PendingCall) -> None:
-    """Check that it was a store's server that has answered the handshake.
+    """Check that a store's server has answered the handshake.
 
     Raises ProtocolError, and AccessDeniedError if it requires TLS.
     """
@@ -585,11 +593,11 @@ def check_hello(call: PendingCall) -> None:
 
 
 def _literal(host: str, port: int) -> list[AddressInfo]:
-    """Return the address if the host is a literal one, otherwise an empty list."""
+    """Return the address of an IP literal; empty for a name."""
     try:
         literal = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return []
     family = socket.AF_INET6 if literal.version == 6 else socket.AF_INET
-    ascii_host = host.encode("ascii")  # as text it would import a codec, which takes 2 ms
+    ascii_host = host.encode("ascii")  # text would import a codec, which takes 2 ms
     return socket.getaddrinfo(ascii_host, port, family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

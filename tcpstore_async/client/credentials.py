@@ -1,8 +1,8 @@
-"""What a client shows its server: a token, from an argument, the environment or a file.
+"""A client's token: from an argument, the environment or a file, and presented to the server.
 
 It knows AUTH; it must not know how bytes travel.
 
-Invariant: a token is sent only to a server that has said that it checks tokens, and is in no error.
+Invariant: a token is sent only to a server that says it checks tokens, and no error contains it.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("tcpstore_async.client")
 def find_token(given: object = None) -> bytes:
     """Return the token of the argument or, without one, of the environment; empty if there is none.
 
-    Raises TypeError, and AccessDeniedError for a file that cannot be read and for what cannot be a token.
+    Raises TypeError, and AccessDeniedError if the file cannot be read or the text is not a valid token.
     """
     if given is None:
         token = os.environ.get(TOKEN, "")
@@ -60,7 +60,7 @@ _warned: Final[set[tuple[str, int]]] = set()
 
 
 def warn_of_clear_text(host: str, port: int) -> None:
-    """Warn, once for each server, that a token is sent to it in clear text."""
+    """Warn, once per server, that the token is sent in clear text."""
     if (host, port) not in _warned:
         _warned.add((host, port))
         log.warning(
@@ -73,11 +73,10 @@ def warn_of_clear_text(host: str, port: int) -> None:
 def authenticate(
     session: ClientSession, identity: Identity | None, token: bytes, host: str, port: int, clear: bool = False
 ) -> Generator[tuple[bytes, PendingCall], None, Identity]:
-    """Present a token to the server with this identity; `session.access` becomes what it allows.
+    """Present the token; set `session.access` to what it allows, and return the server's identity from then on.
 
-    `clear` is whether others could read it on its way.
-    Returns the server's identity from now on.
-    Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
+    `clear` is whether others on the network could read the token. Yields the bytes to send, and the call to be answered
+    before the next step. Raises AccessDeniedError.
     """
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError(f"the server at {host}:{port} does not check tokens, so the token was not sent")

@@ -1,6 +1,6 @@
-"""Operations that take several requests, written once for both clients.
+"""Operations of several requests, written once for both clients.
 
-Each is a generator that yields requests, receives their results, and returns what follows from them. It must not know
+Each is a generator that yields requests, receives their results, and returns the operation's result. It must not know
 connections, deadlines or whether its caller awaits.
 """
 
@@ -18,26 +18,36 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _DOUBTS: Final = 8
-"""How often one pop may find a queue both present and empty before it lists the keys to find out what it is."""
+"""Times that one pop may find a queue both present and empty before it lists the keys to find out what it is."""
 
 
 def run(call: Callable[[Q], R], exchange: Generator[Q, R, T]) -> T:
-    """Run an exchange whose requests `call` makes."""
+    """Run an exchange whose requests `call` makes. What `call` raises is raised in the exchange, too."""
     try:
         request = next(exchange)
         while True:
-            request = exchange.send(call(request))
+            try:
+                reply = call(request)
+            except BaseException as error:
+                request = exchange.throw(error)
+            else:
+                request = exchange.send(reply)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
 async def run_async(call: Callable[[Q], Awaitable[R]], exchange: Generator[Q, R, T]) -> T:
-    """Run an exchange whose requests `call` makes, with `await`."""
+    """Run an exchange as `run` does, with `await`."""
     try:
         request = next(exchange)
         while True:
-            request = exchange.send(await call(request))
+            try:
+                reply = await call(request)
+            except BaseException as error:
+                request = exchange.throw(error)
+            else:
+                request = exchange.send(reply)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -54,8 +64,8 @@ def arrive(key: object, world_size: int) -> Generator[Request, Any, Request]:
 def is_plain(name: bytes, doubts: int) -> Generator[Request, Any, bool | None]:
     """Return whether a wait for a queue ended because a plain value has its name; None if only LIST_KEYS can tell.
 
-    A value that is not empty is not a queue. An empty one may be, and listing the keys is expensive, so that is left
-    until `doubts`, the number of pops that found nothing, is high.
+    `doubts` is the number of pops that found nothing. Both a queue and an empty plain value read as an empty value;
+    listing the keys would tell, but is expensive, and deferred until `doubts` is high.
     """
     if len((yield requests.get(name))) > len(EMPTY):
         return True

@@ -1,8 +1,8 @@
-"""Why a call has timed out: the question for the server, and its answer in the error.
+"""Why a call has timed out: the question to the server, and its answer in the error.
 
-It knows which calls can be asked about and how an answer reads; it must not know connections, or how long one waits.
+It knows the calls that can be explained and the text of an answer; it must not know connections or deadlines.
 
-Invariant: PyTorch's words come first and stay as they are. Without an answer, or without news in it, so does the text.
+Invariant: the text begins with PyTorch's, unchanged. Without an answer, or if the answer adds nothing, it is PyTorch's.
 """
 
 from typing import Final
@@ -22,28 +22,35 @@ _WAIT_COUNT: Final = BY_METHOD["wait_count"]
 _MISSING: Final = BY_METHOD["missing"]
 
 MOST_SECONDS: Final = 1.0
-"""Seconds that the question may take; no more than the call had."""
+"""Timeout of the question in seconds, unless the call had less."""
 
 _LEAST_SECONDS: Final = 0.1
-"""Timeout of a call from which on it is asked about: a shorter one is rather a look whether something is there."""
+"""Shortest timeout that is explained; a shorter one is rather a check whether a key exists."""
 
 _MOST_KEYS: Final = 1000
+"""Keys of one question."""
+
 _MOST_BYTES: Final = 65_536
-"""Keys of one question, and their bytes."""
+"""Bytes of these keys."""
 
 _MOST_DIGITS: Final = 9
+"""Digits of the expected count of a barrier that is explained."""
 
 _NAMED: Final = 3
+"""Keys that the text names."""
+
 _NAMED_RANKS: Final = 16
+"""Missing ranks that the text names."""
+
 _NAMED_ELSEWHERE: Final = 4
-"""Keys, ranks, and ranks with what they do, that the text names."""
+"""Ranks that wait elsewhere and are named with their calls."""
 
 _MINUTE: Final = 60
 _HOUR: Final = 3600
 
 
 def question(request: Request, seconds: float, identity: Identity | None) -> Request | None:
-    """Return what to ask the server about a call that has timed out after so many seconds; None if it cannot say."""
+    """Return the question about a call that has timed out after this many seconds; None if the server cannot say."""
     if identity is None or identity.extension < QUESTIONS or seconds < _LEAST_SECONDS:
         return None
     command, fields = request
@@ -65,7 +72,7 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
 
 
 def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
-    """Add an answer to the error of the call. Raises ProtocolError if it is invalid."""
+    """Add the answer to the error of the call. Raises ProtocolError if it is invalid."""
     report = decode_report(unpack(answer))
     pairs = asked[1][0]
     names = [_shown(key) for key, _ in pairs]
@@ -95,7 +102,7 @@ def _arrivals(report: Report, expected: int) -> list[str]:
 
 
 def _keys(error: StoreTimeoutError, report: Report, asked: int) -> list[str]:
-    """Describe missing keys, if that says more than PyTorch's words."""
+    """Describe missing keys, if that adds to PyTorch's text."""
     near = [one for absent in report.keys for one in absent.nearest[:1]][:_NAMED]
     if not report.missing or (report.missing == asked and not near and not report.ranks):
         return []
@@ -117,7 +124,7 @@ def _elsewhere(one: Elsewhere) -> str:
 
 
 def ranks_text(error: StoreTimeoutError, more: int = 0) -> str:
-    """Return the missing ranks of an error, of which it does not have `more`, as a part of its text."""
+    """Return the missing ranks of an error, and `more` that are not listed in it, as a part of its text."""
     ranks = error.missing_ranks
     more += len(ranks) - _NAMED_RANKS
     listed = ", ".join(map(str, ranks[:_NAMED_RANKS])) + (f" and {more:,} more" if more > 0 else "")

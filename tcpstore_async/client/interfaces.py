@@ -1,4 +1,4 @@
-"""The addresses of this host's interfaces, as Linux's rtnetlink lists them. It must not know what they are for."""
+"""The addresses of this host's interfaces, from Linux's rtnetlink. It must not know what they are for."""
 
 import socket
 import struct
@@ -6,13 +6,13 @@ from contextlib import suppress
 from typing import Final
 
 _HEADER: Final = struct.Struct("=IHHII")
-"""Length, type, flags, sequence number and port of a netlink message."""
+"""`struct nlmsghdr`: length, type, flags, sequence number and port."""
 
 _ADDRESS: Final = struct.Struct("=BBBBI")
-"""Family, length of the prefix, flags, scope and interface of an address."""
+"""`struct ifaddrmsg`: family, length of the prefix, flags, scope and interface."""
 
 _ATTRIBUTE: Final = struct.Struct("=HH")
-"""Length and type."""
+"""`struct rtattr`: length and type."""
 
 _NEW_ADDRESS: Final = 20
 _GET_ADDRESS: Final = 22
@@ -25,7 +25,7 @@ _MOST_REPLY: Final = 1 << 16
 
 
 def global_addresses() -> list[str]:
-    """Return the addresses of this host that other hosts may know it by; none where the system does not say."""
+    """Return this host's addresses of global scope; none where the system does not say."""
     found: list[str] = []
     with suppress(OSError, AttributeError, ValueError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
         size = _HEADER.size + _ADDRESS.size
@@ -37,10 +37,10 @@ def global_addresses() -> list[str]:
 
 
 def _read(reply: bytes, found: list[str]) -> bool:
-    """Add the addresses in a part of the reply; return whether there is more to come."""
+    """Add the addresses in a part of the reply; return whether another part follows."""
     while len(reply) >= _HEADER.size:
         length, kind, _, _, _ = _HEADER.unpack_from(reply)
-        if kind != _NEW_ADDRESS or length < _HEADER.size:  # the end, or an error
+        if kind != _NEW_ADDRESS or length < _HEADER.size:  # the end of the reply, or an error
             return False
         _read_address(reply[_HEADER.size : length], found)
         reply = reply[_aligned(length) :]

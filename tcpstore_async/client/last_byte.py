@@ -1,4 +1,4 @@
-"""Since when the peer of a connection has been silent, as the kernel knows it: nothing is counted while all is well.
+"""How long a connection's peer has been silent, from the kernel: no bookkeeping while all is well.
 
 Knows Linux's TCP_INFO. Must not know what was awaited.
 """
@@ -10,21 +10,21 @@ from typing import Final, Protocol
 _INFO: Final[int | None] = getattr(socket, "TCP_INFO", None)
 
 _LAST_DATA_RECEIVED: Final = struct.Struct("@52xI")
-"""In `struct tcp_info` of <linux/tcp.h>, in milliseconds ago; at first since the connection was made."""
+"""tcpi_last_data_recv of `struct tcp_info` in <linux/tcp.h>: milliseconds since the last byte, or since connecting."""
 
 _MOST: Final = 2**31
-"""No silence lasts 24 days: another system may have something else at this place."""
+"""Milliseconds, 24 days, from which the number is taken for another field of another kernel's structure."""
 
 
 class Peer(Protocol):
-    """A socket, or what a transport shows of one."""
+    """A socket, or a transport's view of one."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
 
 
 def seconds_silent(peer: Peer | None) -> float | None:
-    """Return how long ago the last byte arrived; None if the system does not say."""
-    if peer is None or _INFO is None or not hasattr(socket, "SO_PEERCRED"):  # Linux; others have another structure
+    """Return the seconds since the last byte arrived; None if the system does not say."""
+    if peer is None or _INFO is None or not hasattr(socket, "SO_PEERCRED"):  # other systems have another structure
         return None
     try:
         raw = peer.getsockopt(socket.IPPROTO_TCP, _INFO, _LAST_DATA_RECEIVED.size)
@@ -35,6 +35,6 @@ def seconds_silent(peer: Peer | None) -> float | None:
 
 
 def describe_silence(peer: Peer | None) -> str:
-    """Return the same as text for an error, "" if the system does not say."""
+    """Return those seconds as text for an error; "" if the system does not say."""
     seconds = seconds_silent(peer)
     return "" if seconds is None else f"last byte from the server {seconds:.1f} s ago"

@@ -6,10 +6,10 @@ Invariants:
 
 * A blocked call delays no other thread.
 * What one thread has written is visible to every later request of any thread, on whichever connection.
-* A signal handler may lease whatever it has interrupted. It waits for the server and for other threads, never for
-  something that only the interrupted call could do.
-* The background loop takes no part in calls. It marks a store as lost whose idle connection is lost, which would
-  otherwise show at the next call only.
+* A signal handler may lease the connection of the call that it has interrupted. It waits for the server and for other
+  threads, never for something that only the interrupted call could do.
+* The background loop takes no part in calls. It marks a store as lost when an idle connection is lost, which otherwise
+  only the next call would notice.
 """
 
 import asyncio
@@ -23,22 +23,16 @@ from threading import get_ident
 from typing import Final
 
 from ..base.deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..base.errors import (
-    AccessDeniedError,
-    ConnectionDeniedError,
-    DistNetworkError,
-    DistStoreError,
-    reason_of,
-)
+from ..base.errors import ConnectionDeniedError, DistNetworkError, DistStoreError, reason_of
 from ..base.locks import RLock
 from ..links.single_client import is_break
 from ..session.identity import Identity
 from . import background, requests
-from .connect import Cancelled, connect_blocking
+from .connect import Cancelled, connect_blocking, why_lost
 from .last_byte import describe_silence
 from .requests import Request
 from .resume import resume_idle
-from .store_name import StoreEndedError, StoreName
+from .store_name import StoreName
 from .sync_connection import NO_THREAD, DeadlineExceeded, SyncConnection
 from .tls import ClientTls
 from .wait_queue import Ticket, WaitQueue
@@ -51,15 +45,12 @@ _STARVING_AFTER: Final = 0.001
 Otherwise a thread that makes call after call would take its connection again before any other thread runs.
 """
 
-
 _BRIEF_WAIT: Final = 0.01
-"""Seconds that a thread waits before it competes with starving threads, and between two looks of a signal handler: its
-notification may go to the call that it has interrupted, or be held up by a lock of that call."""
-
+"""Seconds that a thread waits before it competes with starving threads, and between checks of a signal handler, whose
+notification may go to the interrupted call or be delayed by that call's lock."""
 
 LOOP: Final = -1
-"""The user of a connection that the background loop replaces."""
-
+"""User of a connection that the background loop is replacing."""
 
 _FORKED: Final = "the process forked during this call; only the parent receives the reply"
 
@@ -72,9 +63,9 @@ class Pool:
     ) -> None:
         self.name = name
         self._why_lost: str | None = None
-        """Why the server has ended the store with a name, or the connection, if it has; None before that was asked."""
+        """The server's reason for ending the named store or the connection; "" if it has none, None if unknown."""
         self._denied = False
-        """Whether that is for what the token does not allow."""
+        """Whether the reason is that the token does not allow it."""
         self.host = host
         self.port = port
         self.timeout = timeout
@@ -85,13 +76,15 @@ class Pool:
         self.server_crash: Callable[[], str] | None = None
         """Returns how the server crashed, or "" if it did not, in the process that has started it."""
         self.joining = False
-        """Whether the store is being opened. It may be closed right after that, so only later calls start the
+        """Whether the store is being opened. It may be closed right afterwards, so only later calls start the
         background loop."""
         self.forming = False
-        """Whether a process group is being formed with it: then calls do not wait until the background loop runs."""
+        """Whether it is forming a process group; then calls do not wait for the background loop to start."""
         self.closed = False
         self._identified = False
+        """Whether the server has been asked for its identity."""
         self._lost = ""
+        """Why the store is lost; empty while it is not."""
         self._start([])
 
     def _start(self, connections: list[SyncConnection]) -> None:
@@ -110,14 +103,14 @@ class Pool:
         self._starving = 0
         """How many threads have waited longer than _STARVING_AFTER."""
         self._watched = False
-        """Whether the background loop watches the connections: from the first call on, so that a store without calls
-        starts no thread. See `joining`."""
+        """Whether the background loop watches all connections. It starts with the first call after `joining`, so that
+        a store without calls starts no thread."""
         self._detour = True
-        """Whether calls must not simply take the only connection, because threads starve, the server is to be
-        identified, or the connection has to be handed to the background loop or has items to push back."""
+        """Whether calls must not simply take the only connection: threads starve, the server is not identified, the
+        connection is not watched yet, or it has items to push back."""
 
     def describe(self) -> str:
-        """Both ends of the first connection, as PyTorch's client shows them."""
+        """Return both ends of the first connection, in the format of PyTorch's client."""
         connection = next(iter(self._connections), None)
         if connection is None:
             return "closed" if self.closed else "not connected"
@@ -128,13 +121,13 @@ class Pool:
         ends = f"addr=[{here[0]}]:{here[1]}, remote=[{there[0]}]:{there[1]}"
         return f"SocketImpl(fd={connection.peer.fileno()}, {ends})"
 
-    def forked(self) -> None:
-        """In a forked child: drop the parent's connections, to open its own with the next call."""
+    def reset_after_fork(self) -> None:
+        """Drop the parent's connections in a forked child; the next call opens one."""
         me = get_ident()
         for connection in [*self._connections, *self._probes]:
             connection.inherited = True
             if connection.user == me:
-                _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses it
+                _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses this one
             else:
                 connection.peer.close()
         if self.tls is not None:
@@ -149,11 +142,10 @@ class Pool:
 
     # Connections
 
-    def _lease(self, deadline: Deadline | None, seconds: float, began: float) -> SyncConnection:
+    def _lease(self, deadline: Deadline) -> SyncConnection:
         """Lease a connection to this thread, on which everything that the store has written is visible.
 
-        Without a deadline, one is made of `seconds` and `began` when it is needed. An interrupt leaves no connection
-        leased. Raises DeadlineExceeded.
+        An interrupt leaves no connection leased. Raises DeadlineExceeded.
         """
         me = get_ident()
         connection: SyncConnection | None = None
@@ -164,10 +156,9 @@ class Pool:
                     connection = connections[0]
                     connection.user = me
             if connection is None:
-                deadline = deadline or Deadline.of_a_call(seconds, began)
                 connection = self._lease_later(me, deadline)
             if connection.session.pending or connection.stranded:
-                connection.drain_abandoned_calls(deadline or Deadline.of_a_call(seconds, began))
+                connection.drain_abandoned_calls(deadline)
             return connection
         except BaseException:
             if connection is not None and connection.user == me:
@@ -175,22 +166,22 @@ class Pool:
             raise
 
     def _lease_later(self, me: int, deadline: Deadline) -> SyncConnection:
-        """Lease a connection when none may be free: wait for one, or open one."""
+        """Lease a connection when none may be free: wait for one, or open one. Raises DeadlineExceeded."""
         connection: SyncConnection | None = None
         ticket = Ticket()
         within = self._within_another(me)
-        behind = self._starving > 0 and not within
+        behind = self._starving > 0 and not within  # the interrupted call may be what the starving threads wait for
         try:
             for other in list(self._connections) if within else []:
                 if other.user == me:
                     other.await_writes(deadline)
             while connection is None:
                 if not self._watched and self.forming:
-                    background.soon(self._watch)
+                    background.defer(self._watch)
                 elif not self._watched and not self.joining:
-                    background.uninterrupted(self._watch)
+                    background.call_uninterrupted(self._watch)
                 with self._lock:
-                    self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
+                    self._free_queue.join(ticket)  # before `_free`: a thread that releases one must see the ticket
                     if not behind:
                         connection = self._free()
                     may_open = connection is None and not behind and self._may_open(me, within)
@@ -198,6 +189,7 @@ class Pool:
                         connection.user = me
                         self._leave(ticket)
                 if connection is not None and self._unconfirmed_beside(connection):
+                    # Make the writes on this one visible; the next turn takes the other connection with writes.
                     if connection.session.pending:
                         connection.drain_abandoned_calls(deadline)
                     connection.confirm_writes(deadline)
@@ -217,13 +209,13 @@ class Pool:
             raise
 
     def _within_another(self, me: int) -> bool:
-        """Return whether this call is made by a signal handler that has interrupted another call of this store."""
+        """Return whether a signal handler makes this call, having interrupted another call of this store."""
         if self._opening == me or any(connection.user == me for connection in [*self._connections, *self._probes]):
             return True
         return any(ticket.user == me for ticket in list(self._free_queue.tickets))
 
     def _confirm_within(self, connection: SyncConnection, me: int, deadline: Deadline | None) -> None:
-        """In a signal handler: wait until the server has executed what the handler has written.
+        """In a signal handler, wait until the server has executed the handler's writes.
 
         The interrupted call may write next, on another connection. Raises OSError, ProtocolError or DeadlineExceeded.
         """
@@ -245,6 +237,7 @@ class Pool:
                 ticket.starving = True
 
     def _leave(self, ticket: Ticket) -> None:
+        """Leave the queue for a free connection. Needs the lock."""
         self._starving -= ticket.starving
         ticket.starving = False
         stranded = [connection for connection in self._connections if connection.stranded]
@@ -252,6 +245,7 @@ class Pool:
         self._free_queue.leave(ticket)
 
     def _give_up(self, connection: SyncConnection | None, ticket: Ticket, me: int) -> None:
+        """Leave the queue, and release a connection that was leased. May be called again."""
         with self._lock:
             self._leave(ticket)
             self._free_queue.notify()  # a notification that this thread may have received is due to another
@@ -259,12 +253,14 @@ class Pool:
             self._release(connection)
 
     def _free(self) -> SyncConnection | None:
+        """Return a free connection that shows everything written, or None. Raises DistNetworkError if lost."""
         if self._lost:
             raise self._lost_error()
         free = None
         me = get_ident()
         for connection in self._connections:
             if connection.user:
+                # A call on another connection could overtake these writes. Our own were confirmed before.
                 if connection.session.unconfirmed() and connection.user != me:
                     return None
             elif free is None or connection.session.unconfirmed():
@@ -272,10 +268,10 @@ class Pool:
         return free
 
     def _unconfirmed_beside(self, connection: SyncConnection) -> bool:
-        """Return whether another free connection also has unconfirmed writes.
+        """Return whether another free connection has unconfirmed writes, too.
 
         Then two threads have written at the same time, and a request on one connection could overtake the writes on the
-        other; one has to be confirmed first.
+        other, unless those of one are confirmed first.
         """
         return connection.session.unconfirmed() and any(
             other is not connection and not other.user and other.session.unconfirmed()
@@ -283,9 +279,9 @@ class Pool:
         )
 
     def _may_open(self, me: int, within: bool) -> bool:
-        """Return whether to open a connection: every other one is parked, and no thread is opening one.
+        """Return whether to open a connection: every one is parked, and no thread is opening another.
 
-        A signal handler waits only for other threads' writes.
+        A signal handler opens one anyway, unless another thread has unconfirmed writes.
         """
         if within:
             return not any(
@@ -324,7 +320,7 @@ class Pool:
                 one.peer.close()
             if not is_break(error):
                 raise
-            time.sleep(_BRIEF_WAIT)  # the caller opens another one: nothing has been written on this one
+            time.sleep(_BRIEF_WAIT)  # the caller tries again: nothing has been written on this one
         finally:
             with self._lock:
                 for one in opened:
@@ -335,7 +331,7 @@ class Pool:
                 self._free_queue.notify_all()
 
     def _connect(self, deadline: Deadline) -> SyncConnection:
-        """Connect once more. Raises DistNetworkError, or DeadlineExceeded if only the time was too short."""
+        """Connect once more. Raises DeadlineExceeded if the store has other connections, else DistNetworkError."""
         try:
             wanted = lambda: not self._lost  # noqa: E731
             connected = connect_blocking(
@@ -347,12 +343,12 @@ class Pool:
         except DistNetworkError as error:
             if self._lost:
                 raise self._lost_error() from None
-            if self._connections:
+            if self._connections:  # the server is there: this call's time was too short, and the store is not lost
                 raise DeadlineExceeded from error
             raise
 
     def _release(self, connection: SyncConnection) -> None:
-        """Return a connection to the pool in step, or close it. May be called again."""
+        """Return a connection to the pool in step, or close it. May be called again after an interrupt."""
         if connection.user == get_ident():
             connection.check_partial_send()
             if not connection.inherited and not self._lost:
@@ -361,14 +357,17 @@ class Pool:
             if connection.broken and not self._lost and not connection.inherited:
                 self._drop(connection)
             connection.parked = False
-            with self._lock:  # without the GIL, a thread that has queued and looked might not be seen below
+            with self._lock:  # without the GIL, `_notify_free` might miss a thread that has just queued
                 connection.user = NO_THREAD
             if connection.down is not None and not self._lost:
                 background.check_soon(self)
         self._notify_free(connection)
 
     def _notify_free(self, connection: SyncConnection) -> None:
-        """Notify a waiting thread of a free connection. A thread that missed it had queued before it looked."""
+        """Notify a waiting thread of a free connection.
+
+        A thread that queues after the check of the tickets finds the connection free, as it queues before it looks.
+        """
         if (self._lost or connection.inherited) and not connection.user:
             connection.peer.close()
             if connection.inherited:
@@ -379,7 +378,8 @@ class Pool:
                 self._close_surplus(connection)
 
     def _close_surplus(self, connection: SyncConnection) -> None:
-        """Close all but the first connection that have been idle for IDLE_SECONDS."""
+        """Close further connections that have been idle for IDLE_SECONDS. Needs the lock."""
+        # Not those with unconfirmed writes, which could be lost unnoticed.
         now = connection.used = time.monotonic()
         for other in self._connections[1:]:
             if not other.user and now - other.used > IDLE_SECONDS and not other.session.unconfirmed():
@@ -387,7 +387,7 @@ class Pool:
                 other.peer.close()
 
     def _drop(self, connection: SyncConnection) -> None:
-        """Close a connection that is out of step; lose the store only if writes may be lost with it."""
+        """Close a connection that is out of step. Lose the store if writes may be lost with it."""
         if connection.session.unconfirmed() or self.identity is None:
             self._lose("a connection was closed in the middle of a call: a request or reply was incomplete")
             return
@@ -399,7 +399,7 @@ class Pool:
     def _failed(
         self, connection: SyncConnection | None, error: Exception, request: Request | None = None
     ) -> DistNetworkError:
-        """Lose the store because a connection failed; return the error for the call that made the request."""
+        """Lose the store because a connection failed; return the error of the call that made `request`."""
         if connection is not None and connection.inherited:
             return DistNetworkError(_FORKED)
         reason = reason_of(error)
@@ -411,9 +411,9 @@ class Pool:
         return self._lose(f"{reason} ({silence})" if silence else reason)
 
     def _lose(self, reason: str, details: str = "") -> DistNetworkError:
-        """Mark the store as lost, as PyTorch's is with its connection; return an error with the first reason.
+        """Lose the store, as PyTorch's is lost with its connection; return an error with the first reason.
 
-        `details`, which follow it, are those of one call.
+        `details` of the failed call follow it.
         """
         with self._lock:
             self._lost = self._lost or reason
@@ -441,40 +441,36 @@ class Pool:
         return error
 
     def _ask_why_lost(self) -> str:
-        """Return why the server has ended the store, or the connection; "" if it has not, or does not say so now."""
-        why = self._why_lost
-        if why is None and not background.is_running_here():
-            why = self._why_lost = ""
-            ended = None if self.name is None else self.name.once()
+        """Return the server's reason for ending the store or the connection; "" if it has none or does not answer."""
+        if self._why_lost is None and not background.is_running_here():
+            self._why_lost = ""
             tls = None if self.tls is None else self.tls.renewed()
             try:
-                deadline = Deadline(MIN_ROUND_TRIP)
                 peer, session = connect_blocking(
-                    self.host, self.port, deadline, refused_is_final=True, token=self.token, tls=tls, name=ended
+                    self.host,
+                    self.port,
+                    Deadline(MIN_ROUND_TRIP),
+                    refused_is_final=True,
+                    token=self.token,
+                    tls=tls,
+                    name=None if self.name is None else self.name.once(),
                 )
                 peer.close()
-                why = self._why_lost = session.refusal
-                self._denied = bool(why)
-            except StoreEndedError as error:
-                why = self._why_lost = str(error)
-            except AccessDeniedError as error:
-                if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
-                    why = self._why_lost = str(error)
-                    self._denied = True
-            except (DistNetworkError, DistStoreError, OSError):
-                pass
+                self._why_lost, self._denied = session.refusal, bool(session.refusal)
+            except (DistNetworkError, DistStoreError, OSError) as error:
+                self._why_lost, self._denied = why_lost(error)
             finally:
                 if tls is not None:
                     tls.close_blocking()
-        return why or ""
+        return self._why_lost or ""
 
     # Background loop
 
     def _watch(self) -> bool:
-        """Hand new connections to the background loop, unless the store is lost; return False if that is still due.
+        """Hand new connections to the background loop, unless the store is lost; return False to try again.
 
-        Called by `background.uninterrupted`, or `soon`. If the lock is taken, perhaps by a call that the waiting signal
-        handler has interrupted, the next call tries again.
+        Called by `background.call_uninterrupted` or `defer`. It must not wait for the lock: an interrupted call may
+        hold it.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -494,16 +490,16 @@ class Pool:
             self._lock.release()
 
     def unwatched(self) -> None:
-        """The background loop has stopped: have the next call hand all connections to another one."""
+        """Have the next call hand all connections to a new background loop, as this one has stopped."""
         for connection in list(self._connections):
             connection.watched = False
         self._watched = False
         self._detour = True
 
     def check_idle(self) -> bool:
-        """On the background loop: lose the store if an idle connection is lost, with the next call's error.
+        """On the background loop, lose the store if an idle connection is lost, with the next call's error.
 
-        A thread that uses a connection notices its loss itself. Return False if this has to be called again.
+        A thread that uses a connection notices its loss itself. Returns False to be called again.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -525,7 +521,7 @@ class Pool:
             self._lock.release()
 
     def _resume_later(self, connection: SyncConnection, error: OSError) -> bool:
-        """On the background loop, with the lock: go on with another connection soon. Return False if that cannot be."""
+        """On the background loop, start replacing a broken connection; return False if it cannot be. Needs the lock."""
         if not connection.can_resume() or (connection.down is None and not is_break(error)):
             return False
         if connection.down is None:
@@ -536,12 +532,12 @@ class Pool:
         return True
 
     def _resumed(self, connection: SyncConnection, task: "asyncio.Task[None]") -> None:
-        """On the background loop: it has replaced a connection, or could not, or was stopped before."""
+        """On the background loop, release a connection that was replaced, or lose the store with it."""
         down = connection.down
         error = None if task.cancelled() else task.exception()
         connection.user = NO_THREAD
         if self._lost:
-            connection.peer.close()  # without the lock: whoever loses the store has it, and waits for the loop
+            connection.peer.close()  # without the lock: the thread that loses the store has it, and waits for the loop
             return
         self._notify_free(connection)
         if isinstance(error, Exception):
@@ -551,7 +547,7 @@ class Pool:
 
 
 def _shut(connection: SyncConnection) -> None:
-    """Close a connection. If it is leased, wake its user, which closes it: the descriptor must not be reused before."""
+    """Close a connection. If it is leased, only wake its user, which closes it: the descriptor must not be reused."""
     try:
         connection.peer.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -561,7 +557,7 @@ def _shut(connection: SyncConnection) -> None:
 
 
 def _replace(peer: socket.socket) -> None:
-    """Replace a connection by one at its end, so that whoever is about to read from it gets that and nothing else."""
+    """Replace a connection with one at its end, so that a read under way returns the end and nothing else."""
     ended, other = socket.socketpair()
     other.close()
     os.dup2(ended.fileno(), peer.fileno(), inheritable=False)

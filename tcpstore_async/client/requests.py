@@ -1,8 +1,7 @@
 """The request of each method of a store: its command and fields, made from the user's arguments.
 
-The module knows which method is which command, and what PyTorch's client says when a call times out; it must not know
-connections, waiting or threads. Invariant: an invalid argument (hence `object`) raises
-TypeError or ValueError here, before anything is sent.
+It knows the command of each method, and PyTorch's texts of timeouts; it must not know connections, waiting or threads.
+Invariant: an invalid argument (hence `object`) raises TypeError or ValueError here, before anything is sent.
 """
 
 from itertools import count as count_from
@@ -46,11 +45,8 @@ NO_KEY: Final[Request] = _CHECK, ([],)
 """A fence that every server answers at once; older servers of PyTorch have no PING."""
 HAS_EXTENSION: Final[Request] = _CHECK, ([SERVER_KEY],)
 WHO_ARE_YOU: Final[Request] = _GET, (SERVER_KEY,)
-
 DEPART: Final[Request] = BY_METHOD["depart"], ()
-
 END_STORE: Final[Request] = BY_METHOD["end_store"], ()
-
 JOINS: Final[Request] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
@@ -58,14 +54,16 @@ _tickets: Final = count_from(1)
 ANOTHER: Final = "a different server is now listening at the address of this store's server"
 
 _CALLED: Final = {"fetch": "get", "lease": "queue_pop", "lease_later": "queue_pop", "give_back": "queue_pop"}
-"""The method that a caller has called, where it is not that of the command."""
+"""The caller's method, where the command has another name."""
 
 _MOST_SHOWN: Final = 3
+"""Keys of a request that an error shows."""
+
 _LONGEST_SHOWN: Final = 100
-"""Keys of a request, and characters of each, that an error shows."""
+"""Characters of each."""
 
 VALUE_BYTES: Final = Limits().value_bytes
-"""The size of a value that every server accepts unless it was started with another limit."""
+"""Bytes of the longest value that a server accepts by default."""
 
 
 def set_(key: object, value: object) -> Request:
@@ -109,7 +107,7 @@ def multi_get(names: list[bytes]) -> Request:
 
 
 def multi_set(keys: object, values: object) -> Request:
-    """Raises DistStoreError, as PyTorch does, if the numbers of keys and values differ."""
+    """Raises DistStoreError, as in PyTorch, if the numbers of keys and values differ."""
     pairs = to_pairs(stored_keys(keys), to_bytes_list("values", values))
     return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
 
@@ -136,7 +134,7 @@ def give_back(lease: Request) -> Request:
 
 
 def push_back(name: bytes, item: Framed) -> Request:
-    """Return what QUEUE_POP took to the end of the queue."""
+    """Return an item of QUEUE_POP to the end of the queue."""
     return _QUEUE_PUSH, (name, item)
 
 
@@ -178,7 +176,7 @@ def introduce(known: dict[str, str]) -> Request:
 
 
 def enter(items: dict[str, str]) -> Request:
-    """Put the connection into a store with a name."""
+    """Enter a named store."""
     return BY_METHOD["enter"], ([(name.encode(), pack(text.encode())) for name, text in items.items()],)
 
 
@@ -203,7 +201,7 @@ def timeout_message(request: Request, seconds: float) -> str:
 
 
 def describe(request: Request) -> str:
-    """Return a request in the caller's terms, with some of its keys, for an error: `wait('a', 'b', 'c' and 8 more)`."""
+    """Return a request in the caller's terms for an error, with some of its keys: `wait('a', 'b', 'c' and 8 more)`."""
     command, fields = request
     name = _CALLED.get(command.method, command.method)
     first: Any = fields[0] if fields else b""
@@ -215,7 +213,7 @@ def describe(request: Request) -> str:
 
 
 def _shown(key: object) -> str:
-    """Return a stored key as printable text, shortened; "" for what is no key."""
+    """Return a stored key as printable text, shortened; "" if it is not a key."""
     if not isinstance(key, bytes) or not key:
         return ""
     text = (key[1:] if key.startswith(b"/") else key).decode(errors="replace")
@@ -223,7 +221,7 @@ def _shown(key: object) -> str:
 
 
 def lost_during(request: Request, silence: str) -> str:
-    """Return the end of the error of a call whose connection was lost; `silence` is since when nothing has arrived."""
+    """Return the end of the error of a call whose connection was lost; `silence` is the text of `describe_silence`."""
     doing = "sending" if request[0].reply is NO_REPLY else "awaiting the reply to"
     return f" ({doing} {describe(request)}{'; ' if silence else ''}{silence})"
 
@@ -231,7 +229,7 @@ def lost_during(request: Request, silence: str) -> str:
 def late(request: Request, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:
     """Return the error of a call that timed out.
 
-    Its cause is set here, None included, which hides the context: compiled code ignores `raise … from`.
+    Its cause is set here, even to None, to hide the context: compiled code ignores `raise … from`.
     """
     error = StoreTimeoutError(timeout_message(request, seconds))
     error.__cause__ = cause
@@ -239,7 +237,7 @@ def late(request: Request, seconds: float, cause: BaseException | None = None) -
 
 
 def unconfirmed_at_close(host: str, port: int) -> str:
-    """Return what a client logs that could not find out, before it closed, whether its last writes were executed."""
+    """Return the log line of a client whose last writes were not confirmed before it closed."""
     return (
         f"the server at {format_address(host, port)} did not answer within {MIN_ROUND_TRIP:g} s: the store is closed, "
         "and its last writes may not have been executed"
@@ -247,7 +245,7 @@ def unconfirmed_at_close(host: str, port: int) -> str:
 
 
 def size_hint(longest: int) -> str:
-    """Return the end of the error of a lost connection whose longest request may be the cause."""
+    """Return the end of the error of a lost connection if its longest request may be the cause, else ""."""
     if longest <= VALUE_BYTES:
         return ""
     return (

@@ -1,19 +1,17 @@
-"""Going on with a single link on another connection.
+"""Resuming a single link on another connection.
 
-It knows addresses, deadlines and LINK; it must not know what was being sent, or who waits for a reply.
+It knows addresses, deadlines and LINK; it must not know which requests the link carries, or what waits for replies.
 
-Invariants: nothing behind the reply to LINK is read here. A connection that was to continue the link and does not is
-reset, because its orderly end would end the session. A server that refuses connections is gone, and the session with
-it: that is final, while other failures may pass.
+Invariants: nothing behind the reply to LINK is read here. A new connection that fails to resume the link is reset,
+because its orderly end would end the session. A refused connection is final, as the server and the session are gone;
+other failures may be transient.
 """
 
 import asyncio
-import functools
-import select
 import socket
 import time
 from collections.abc import Callable, Generator
-from typing import Final
+from typing import Any, Final
 
 from ..base.deadline import Deadline, backoff
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
@@ -28,6 +26,10 @@ from .tls import ClientTls
 _LONGEST_REPLY: Final = 64 * 1024
 
 
+_Step = bytes | int | float | None
+"""Bytes to send, the most bytes to receive, seconds to sleep, or None to connect."""
+
+
 def resume_blocking(
     host: str,
     port: int,
@@ -39,75 +41,75 @@ def resume_blocking(
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
-    It is reset when it is closed, until the caller uses it and calls `reset_when_closed`.
-
-    Raises DistNetworkError at the deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no
-    longer returns True.
+    Closing the connection resets it until the caller calls `reset_when_closed`. Raises DistNetworkError at the
+    deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no longer returns True.
     """
-    failures = 0
-    while True:
-        try:
+    peer: socket.socket
+    attempt: Attempt
+
+    def perform(step: _Step) -> Any:
+        nonlocal peer, attempt
+        if step is None:
             peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True, token=token, tls=tls)
-        except AccessDeniedError as error:
-            if error.final:
-                raise
-            failures += 1  # the broken connection still counts for the token, until the server notices its end
-            time.sleep(_pause(failures, deadline, error))
-            continue
-        reset_when_closed(peer, True)
-        try:
-            peer.sendall(_request(link), NO_SIGPIPE)
-            return peer, exchanges.run(functools.partial(_receive, peer, Attempt(deadline.left(), wanted)), _reply())
-        except OSError as error:  # the connection has broken too
-            peer.close()
-            failures += 1
-            pause = _pause(failures, deadline, error)
-        except BaseException as error:
-            if isinstance(error, Cancelled):  # the store is being closed: the server is to end the session at once
-                reset_when_closed(peer, False)
-            peer.close()
-            raise
-        time.sleep(pause)
+            attempt = Attempt(deadline.left(), wanted)
+            return peer
+        if isinstance(step, bytes):
+            return peer.sendall(step, NO_SIGPIPE)
+        return time.sleep(step) if isinstance(step, float) else attempt.receive(peer, step)
+
+    return exchanges.run(perform, _resuming(link, deadline))
 
 
 async def resume(
     host: str, port: int, token: bytes, tls: ClientTls | None, link: ClientSingleLink, deadline: Deadline
 ) -> tuple[socket.socket, bytes]:
-    """Do what `resume_blocking` does, on an event loop."""
-    failures = 0
-    while True:
-        try:
+    """Resume as `resume_blocking` does, on an event loop."""
+    loop = asyncio.get_running_loop()
+    peer: socket.socket
+
+    async def perform(step: _Step) -> Any:
+        nonlocal peer
+        if step is None:
             peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls)
+            return peer
+        if isinstance(step, float):
+            return await asyncio.sleep(step)
+        io = loop.sock_sendall(peer, step) if isinstance(step, bytes) else loop.sock_recv(peer, step)
+        return await asyncio.wait_for(io, deadline.left())
+
+    return await exchanges.run_async(perform, _resuming(link, deadline))
+
+
+def _resuming(link: ClientSingleLink, deadline: Deadline) -> Generator[_Step, Any, tuple[socket.socket, bytes]]:
+    """Connect and resume the link, repeatedly until the deadline. Yields steps, which are sent their results."""
+    command = BY_METHOD["link"]
+    attempts = 0
+    while True:
+        attempts += 1
+        peer: socket.socket | None = None
+        try:
+            peer = yield None
+            assert peer is not None
+            reset_when_closed(peer, True)
+            yield command.prefix + command.request.encode(link.fields())  # which has the number of the attempt
+            return peer, (yield from _reply())
         except AccessDeniedError as error:
             if error.final:
                 raise
-            failures += 1  # see `resume_blocking`
-            await asyncio.sleep(_pause(failures, deadline, error))
-            continue
-        reset_when_closed(peer, True)
-        try:
-            return peer, await asyncio.wait_for(_exchange(peer, link), deadline.left())
+            # The broken connection counts for the token until the server notices its end.
+            pause = _pause(attempts, deadline, error)
         except (OSError, asyncio.TimeoutError) as error:
+            if peer is None:
+                raise  # refused
             peer.close()
-            failures += 1
-            pause = _pause(failures, deadline, error)
+            pause = _pause(attempts, deadline, error)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):  # see `resume_blocking`
-                reset_when_closed(peer, False)
-            peer.close()
+            if peer is not None:
+                if isinstance(error, (Cancelled, asyncio.CancelledError)):
+                    reset_when_closed(peer, False)  # the store is being closed: have the server end the session at once
+                peer.close()
             raise
-        await asyncio.sleep(pause)
-
-
-def _receive(peer: socket.socket, attempt: Attempt, size: int) -> bytes:
-    attempt.wait_for(peer, select.POLLIN)
-    return peer.recv(size)
-
-
-async def _exchange(peer: socket.socket, link: ClientSingleLink) -> bytes:
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(peer, _request(link))
-    return await exchanges.run_async(functools.partial(loop.sock_recv, peer), _reply())
+        yield pause
 
 
 def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
@@ -122,7 +124,7 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
 async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None, connection: SyncConnection) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
-    Raises OSError, ProtocolError or DistNetworkError if that cannot be.
+    Raises OSError, ProtocolError or DistNetworkError if it cannot be replaced.
     """
     link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
@@ -142,13 +144,8 @@ async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None,
             return
 
 
-def _request(link: ClientSingleLink) -> bytes:
-    command = BY_METHOD["link"]
-    return command.prefix + command.request.encode(link.fields())
-
-
 def _reply() -> Generator[int, bytes, bytes]:
-    """Receive the reply to LINK, and nothing behind it: yields the most bytes to receive next."""
+    """Receive the reply to LINK, and nothing behind it. Yields the most bytes to receive next."""
     size = int.from_bytes((yield from _bytes(PREFIX)), "little")
     if size > _LONGEST_REPLY:
         raise ProtocolError(f"the reply to LINK is too long: {size} bytes")

@@ -1,6 +1,7 @@
 """A server's address as a URL: `tcp://HOST:PORT`, or `tcps://HOST:PORT` for TLS.
 
-It must not know where such a URL is written down, nor PyTorch's URLs, which have queries (`stores/rendezvous_url.py`).
+It must not know which options or variables hold a URL, nor PyTorch's URLs, which have queries
+(`stores/rendezvous_url.py`).
 """
 
 import re
@@ -25,7 +26,7 @@ class ServerUrl(NamedTuple):
 
 
 class HttpUrl(NamedTuple):
-    """The address of a server's HTTP process, at which one looks in."""
+    """The address of a server's HTTP process, which passes on the replies of the admin socket."""
 
     host: str
     port: int
@@ -35,36 +36,33 @@ class HttpUrl(NamedTuple):
 
 
 def parse_http_url(url: str) -> HttpUrl:
-    """Return the address. Raises ValueError for another URL."""
-    wrong = f"{url!r} is not of the form http://HOST:PORT{bracket_hint(url)}"
-    try:
-        parts = urlsplit(url)
-        port = 80 if parts.port is None else parts.port
-    except ValueError:
-        raise ValueError(wrong) from None
-    extra = parts.path.strip("/") or any(one in url for one in "?#@,")
-    if parts.scheme != "http" or not parts.hostname or not port or extra:
-        raise ValueError(wrong)
-    return HttpUrl(parts.hostname, port)
-
-
-def bracket_hint(url: str) -> str:
-    """Return what to say of a URL whose host is an IPv6 address without brackets; nothing of any other."""
-    scheme, _, rest = url.partition("://")
-    host, _, port = re.split("[/?]", rest, maxsplit=1)[0].rpartition(":")
-    wrong = host.count(":") > 1 and "[" not in host
-    return f"; write an IPv6 address in brackets, as in {scheme}://[{host}]:{port}" if wrong else ""
+    """Return the address of an http:// URL, whose default port is 80. Raises ValueError for another URL."""
+    _, host, port = _parse(url, ("http",), "http://HOST:PORT", 80)
+    return HttpUrl(host, port)
 
 
 def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:
-    """Return the address. The port may be left out only if there is a default. Raises ValueError for another URL."""
-    wrong = f"{url!r} is not of the form {FORM}{bracket_hint(url)}"
+    """Return the address of a tcp:// or tcps:// URL. Raises ValueError for another URL, or without port and default."""
+    scheme, host, port = _parse(url, ("tcp", "tcps"), FORM, default_port)
+    return ServerUrl(host, port, scheme == "tcps")
+
+
+def _parse(url: str, schemes: tuple[str, ...], form: str, default_port: int) -> tuple[str, str, int]:
+    wrong = f"{url!r} is not of the form {form}{bracket_hint(url)}"
     try:
         parts = urlsplit(url)
         port = default_port if parts.port is None else parts.port
     except ValueError:
         raise ValueError(wrong) from None
     extra = parts.path.strip("/") or any(one in url for one in "?#@,")
-    if parts.scheme not in ("tcp", "tcps") or not parts.hostname or not port or extra:
+    if parts.scheme not in schemes or not parts.hostname or not port or extra:
         raise ValueError(wrong)
-    return ServerUrl(parts.hostname, port, parts.scheme == "tcps")
+    return parts.scheme, parts.hostname, port
+
+
+def bracket_hint(url: str) -> str:
+    """Return advice for a URL whose host is an IPv6 address without brackets; "" for any other."""
+    scheme, _, rest = url.partition("://")
+    host, _, port = re.split("[/?]", rest, maxsplit=1)[0].rpartition(":")
+    wrong = host.count(":") > 1 and "[" not in host
+    return f"; write an IPv6 address in brackets, as in {scheme}://[{host}]:{port}" if wrong else ""

@@ -1,10 +1,10 @@
-"""Stores with names: which server holds an address as a name, and how a connection is put into that store.
+"""Named stores: which server holds a store, which name an address stands for, and how a connection enters the store.
 
-It knows TCPSTORE_SERVER_URL, what makes an address a name, and ENTER; it must not know how bytes travel.
+It knows TCPSTORE_SERVER_URL, names made of addresses, and ENTER; it must not know how bytes travel.
 
-Invariants: without the variable and the argument, nothing here does anything. All ranks that spell an address alike
-mean the same store; one that spells it differently means the store of a master that has given any address (0.0.0.0) of
-a host, if there is none under its own spelling. A client that has been in a store enters that one again or none.
+Invariants: without the variable or the argument, addresses are addresses. Ranks that spell an address alike mean the
+same store. A rank whose spelling names no store means the store of a master that was given any address (0.0.0.0) of
+that host. A client that has been in a store enters the same incarnation again, or none.
 """
 
 import functools
@@ -45,11 +45,10 @@ ATTEMPT: Final = "TCPSTORE_ATTEMPT"
 _LOOPBACK: Final = re.compile(
     r"|(.*\.)?localhost|localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|0+|127(\.[0-9]+){1,3}"
 )
-"""Names and short forms that mean this host, whichever that is, beside what `ipaddress` knows."""
+"""Names of the local host, and short forms that `ipaddress` does not parse."""
 
 _ANY: Final = re.compile(r"0*")
-"""Those of them that mean any of its addresses."""
-
+"""Short forms of "any address"."""
 
 _FREE_IT: Final = (
     "that is this process: close that store, or drop all references to it, before another one takes its name, or share "
@@ -58,11 +57,11 @@ _FREE_IT: Final = (
 
 
 class StoreEndedError(DistNetworkError):
-    """The store with a name that a client was in has ended."""
+    """The named store that a client was in has ended."""
 
 
 class StoreTakenError(DistNetworkError):
-    """A store of this name has another owner."""
+    """The name is in use by another owner's store."""
 
 
 def find_server(given: str | None) -> ServerUrl | None:
@@ -80,9 +79,9 @@ def find_server(given: str | None) -> ServerUrl | None:
 
 
 def name_of(host: str, port: int) -> str:
-    """Return the name that an address is on a server: a loopback one is a name within this host, network and user.
+    """Return the store name that an address stands for; one on loopback is private to this host, network and user.
 
-    How an IP address is written makes no difference.
+    All spellings of an IP address give the same name.
     """
     address, host = _parse(host)
     return (
@@ -94,7 +93,7 @@ _Literal = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _parse(host: str) -> tuple[_Literal | None, str]:
-    """Return an IP address, None for a name, and how either is written here."""
+    """Return the IP address, or None for a name, and the normalized text of either."""
     host = host.lower().rstrip(".")
     try:
         address: _Literal = ipaddress.ip_address(host)
@@ -111,7 +110,7 @@ def _is_local(address: _Literal | None, host: str) -> bool:
 
 
 def _address_of(host: str, port: int) -> str:
-    """Return what a store is found at under an address, if its master means any of its host: whoever asks."""
+    """Return an address at which a store of any address of its host is found; unlike a name, it has no user in it."""
     address, host = _parse(host)
     return f"{this_network()}/localhost:{port}" if _is_local(address, host) else format_address(host, port)
 
@@ -121,7 +120,7 @@ def _addresses_of(hosts: Iterable[str], port: int) -> tuple[str, ...]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address of this host is one that no other host can use."""
+    """Return whether an address is on loopback, so that it means another host's services there."""
     return name_of(host, 0) == name_of("localhost", 0)
 
 
@@ -135,7 +134,7 @@ def _boot() -> str:
 
 
 def this_network() -> str:
-    """Return text that is the same for all processes with this loopback device."""
+    """Return text that identifies this host's network namespace: processes with the same text share loopback."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
@@ -144,30 +143,20 @@ def this_network() -> str:
 
 
 def attempt_from_environment() -> str:
-    """Return the attempt of this job that the process belongs to, if all its ranks know the same; else nothing."""
+    """Return this process's attempt of its job, if it is the same for all ranks; else ""."""
     attempt = os.environ.get(ATTEMPT, "")
-    if not attempt and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # each of several agents counts its own restarts
+    if not attempt and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several agents count their restarts separately
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return attempt
 
 
-_process = ""
-
-
+@functools.cache
 def process_id() -> str:
     """Return text that is unique to this process."""
-    global _process
-    if not _process:
-        _process = os.urandom(16).hex()
-    return _process
+    return os.urandom(16).hex()
 
 
-def _forked() -> None:
-    global _process
-    _process = ""
-
-
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=process_id.cache_clear)
 
 
 def _check_length(wrong: str, text: str, most: int) -> None:
@@ -177,12 +166,13 @@ def _check_length(wrong: str, text: str, most: int) -> None:
 
 
 class StoreName:
-    """A store with a name, as one client is in it."""
+    """One client's membership in a named store."""
 
     def __init__(self, name: str, owner: str = "", shares: str = "", joins: int = 0, attempt: str = "") -> None:
-        """The owner gives an id of its own, what it shares the store by, and how many ranks it expects.
+        """`owner` is the unique id of the store's owner; other clients leave it and the following two empty.
 
-        Raises ValueError for a name or an attempt that no server takes.
+        `shares` is a key under which several owners share the store, `joins` the number of ranks expected. Raises
+        ValueError if the name or the attempt is too long for a server.
         """
         _check_length(f"{name[:32]!r}… is too long for the name of a store", name, MAX_NAME)
         _check_length(f"{ATTEMPT} is too long", attempt, MAX_ID)
@@ -192,32 +182,33 @@ class StoreName:
         self.joins = joins
         self.attempt = attempt
         self.incarnation = ""
-        """Which store of this name it is; empty before it has been entered."""
+        """Id of the store among all that have had this name; empty until it has been entered."""
         self.waits = True
+        """Whether to wait until the store exists."""
         self.address: tuple[str, int] | None = None
-        """That the name has been made of, if it has been made of one."""
+        """The address that the name was made of, if any."""
         self.addresses: tuple[str, ...] = ()
-        """Of the owner: what the store is found at beside its name. Of others: what that may stand for."""
-        self.to_look_up = ""
-        """The host that is to be looked up before the next step, with `tell`."""
-        self.unknown = False
-        """Whether that could not be found out: it may be later."""
+        """For the owner, further addresses of the store; for others, addresses that the name may stand for."""
+        self.host_to_resolve = ""
+        """Host to be resolved before the next step of `enter`; its addresses are due to `resolved`."""
+        self.unresolved = False
+        """Whether that host has no address yet."""
         self.absent = False
-        """Whether a server has said that there is no such store."""
+        """Whether the server has replied that there is no such store."""
         self.others: tuple[str, ...] = ()
-        """Stores of the same port that it has named then."""
+        """Existing stores of the same port, from that reply."""
         self.wants_port = False
-        """Whether the store needs a port at the server, for clients that can say no name."""
+        """Whether the store needs a port at the server, for clients that cannot enter a named store."""
         self.port = 0
         """That port, once the store has been entered; 0 if there is none."""
         self.no_port = ""
-        """Why there is none."""
+        """Why there is no such port."""
         self.asked = False
-        """Whether a server has been asked, and has not answered."""
+        """Whether an ENTER is unanswered."""
 
     @classmethod
     def at(cls, host: str, port: int, owned: bool = False, attempt: str = "") -> "StoreName":
-        """Return the name that an address is. Raises ValueError for one that no server takes."""
+        """Return the name that an address stands for. Raises ValueError if it is too long for a server."""
         made = cls(name_of(host, port), owner=os.urandom(16).hex() if owned else "", attempt=attempt)
         made.address = host, port
         if owned:
@@ -226,22 +217,22 @@ class StoreName:
                 made.addresses = _addresses_of(["localhost", *global_addresses()], port)
         return made
 
-    def looks(self) -> bool:
-        """Return whether another store than that of the name may be meant."""
+    def is_ambiguous(self) -> bool:
+        """Return whether the name may stand for a store with another name."""
         return self.address is not None and self.waits and not self.owner and not self.incarnation
 
-    def tell(self, hosts: Iterable[str]) -> None:
-        """Answer what `to_look_up` asks: its addresses, none if they could not be found out."""
+    def resolved(self, hosts: Iterable[str]) -> None:
+        """Take the addresses of `host_to_resolve`; none if the look-up failed."""
         assert self.address is not None
-        self.to_look_up = ""
+        self.host_to_resolve = ""
         self.addresses = _addresses_of(hosts, self.address[1])
-        self.unknown = not self.addresses
+        self.unresolved = not self.addresses
 
     def once(self) -> "StoreName":
-        """Return the name as for a client that does not own the store, and does not wait for it either."""
-        found = self.of_a_guest()
-        found.waits = False
-        return found
+        """Return the same store for a client that neither owns it nor waits for it."""
+        guest = self.of_a_guest()
+        guest.waits = False
+        return guest
 
     def of_a_guest(self) -> "StoreName":
         """Return the same store for a client that does not own it."""
@@ -250,7 +241,7 @@ class StoreName:
         return guest
 
     def request(self, server: str = "", waits: bool = True) -> requests.Request:
-        """Return the request for the store, for a server whose host is `server`."""
+        """Return the ENTER request for a server whose host is `server`."""
         items = {
             "name": self.name,
             "owner": self.owner,
@@ -266,24 +257,25 @@ class StoreName:
         }
         return requests.enter({name: text for name, text in items.items() if text})
 
-    def entering(
+    def enter(
         self, session: ClientSession, identity: Identity | None, host: str, port: int
     ) -> Generator[tuple[bytes, PendingCall], None, Identity]:
-        """Put a connection to the server with this identity into the store; return its identity from then on.
+        """Put a connection into the store; return the server's identity from then on.
 
-        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
-        AccessDeniedError if the token is not for it, ConnectionError if it may be about to end, and DistNetworkError if
-        there can be no such store.
+        Yields the bytes to send, and the call to be answered before the next step. Raises StoreEndedError,
+        AccessDeniedError if the token does not allow it, ConnectionError if the store may be about to end, and
+        DistNetworkError if there can be no such store.
         """
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
                 f"{spelled(self.name)!r} there"
             )
-        looks = self.looks()
-        entered = yield from self._ask(session, host, not looks)
+        # An ambiguous name does not wait at first: only if there is no store of that name does another one count.
+        ambiguous = self.is_ambiguous()
+        entered = yield from self._ask(session, host, not ambiguous)
         reply = read_enter_reply(unpack(entered.result))
-        if looks and reply.status == ENDED:
+        if ambiguous and reply.status == ENDED:
             self.absent, self.others = True, reply.others
             yield from self._find_addresses(entered)
             entered = yield from self._ask(session, host)
@@ -320,17 +312,17 @@ class StoreName:
         return entered
 
     def _find_addresses(self, done: PendingCall) -> Generator[tuple[bytes, PendingCall], None, None]:
-        """Find out what the address may stand for, which yields a call that is `done` for a look-up."""
+        """Find the addresses that the name may stand for. For a look-up, yields `done`, a call that is answered."""
         assert self.address is not None
         address, host = _parse(self.address[0])
         if address is None and not _is_local(address, host):
-            self.to_look_up = host
+            self.host_to_resolve = host
             yield b"", done
         else:
-            self.tell([host])
+            self.resolved([host])
 
     def missing(self) -> str:
-        """Return why a connection that was being put into the store was not, for lack of time."""
+        """Return why entering has timed out, for an error; "" if the store is not the reason."""
         if not (self.asked or self.absent) or self.owner:
             return ""
         text = f"the store {spelled(self.name)!r} has not been created there"

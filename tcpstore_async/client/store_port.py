@@ -1,15 +1,14 @@
-"""The port that a server has for a store with a name: whether this process can reach it.
+"""The server's port for a named store: whether this process can reach it.
 
-Its address leads to the store from every host that can, for clients that can say no name. It knows the handshake and
-the server's identity; it must not know who uses the address.
+The port's address leads clients that cannot enter a named store into it, on every host that reaches the server. This
+module knows the handshake and the server's identity; it must not know the users of the address.
 
-Invariant: no address is returned at which another store, or another server, was found: what is at the address of a
-relay or of a proxy is not the server.
+Invariant: an address is returned only if the store itself was found there, not another store, or another server behind
+a relay or a proxy.
 """
 
 import logging
 import os
-import select
 import time
 from typing import Final
 
@@ -27,23 +26,23 @@ from .store_name import StoreName
 log = logging.getLogger("tcpstore_async.client")
 
 _CONNECT_SECONDS: Final = 2.0
-"""For what the kernels do, however busy the server is."""
+"""Timeout of connecting, which the kernels do however busy the server is."""
 
 _REPLY_SECONDS: Final = 10.0
 
 _SILENT_SECONDS: Final = 60.0
-"""For so long no other port is tried of a host of which one did not answer: a firewall drops what is for them."""
+"""Seconds for which no port of a host is tried after one did not answer: a firewall probably drops the packets."""
 
 _REPLY: Final = 4096
 
 _silent: Final[dict[str, float]] = {}
-"""By host, until when, on the monotonic clock."""
+"""End of that time on the monotonic clock, by host."""
 
 
 def direct_address(server: ServerUrl, name: StoreName, timeout: float) -> tuple[str, int] | None:
-    """Return where a store has a port at the server, if this process reaches it there.
+    """Return the address of a store's port at the server if this process can reach it, else log why not and what to do.
 
-    Else log why not, what that means, and what to do. `name` has been entered, with `wants_port`.
+    `name` has been entered, with `wants_port`. The timeout is in seconds.
     """
     reason = name.no_port or _unreachable(server, name, timeout)
     if not reason:
@@ -76,13 +75,13 @@ def _unreachable(server: ServerUrl, name: StoreName, timeout: float) -> str:
 
 
 def _is_there(host: str, name: StoreName, timeout: float) -> bool:
-    """Return whether the store is at this host.
+    """Return whether the store's port is at this host.
 
     Raises DistNetworkError if no connection can be made, OSError for one that is refused or lost, and ProtocolError.
     """
     limit = timeout if timeout > 0 else _REPLY_SECONDS
     with open_blocking(host, name.port, Deadline(min(_CONNECT_SECONDS, limit)), refused_is_final=True) as peer:
-        attempt = Attempt(min(_REPLY_SECONDS, limit), lambda: True)
+        attempt = Attempt(min(_REPLY_SECONDS, limit))
         session = ClientSession()
         hello, greeting = session.hello(os.getpid())
         asking, asked = session.request(*requests.HAS_EXTENSION)
@@ -90,9 +89,8 @@ def _is_there(host: str, name: StoreName, timeout: float) -> bool:
         assert asked is not None
         assert told is not None
         peer.sendall(hello + asking + telling, NO_SIGPIPE)
-        while not told.done and not (asked.done and not asked.result):  # else it is not ours, and may never say
-            attempt.wait_for(peer, select.POLLIN)
-            chunk = peer.recv(_REPLY)
+        while not told.done and not (asked.done and not asked.result):  # another server may never answer WHO_ARE_YOU
+            chunk = attempt.receive(peer, _REPLY)
             if not chunk:
                 raise ConnectionError("the connection was closed")
             session.receive(chunk)

@@ -1,7 +1,7 @@
-"""The synchronous client of one store: calls that threads make on the connections of its pool, and read themselves.
+"""The synchronous client of one store: threads make calls on connections of its pool, and read the replies themselves.
 
-It makes calls, keeps their deadlines, and asks a server who it is. Which connection a call may use is decided by
-`pool.py`; what a request means is not its business.
+It makes calls, keeps their deadlines, and identifies the server. `pool.py` decides which connection a call may use.
+This module must not know what a request means.
 
 Invariants: a call that is interrupted or times out leaves its connection in step or closed. A value that has left its
 queue reaches its caller or is pushed back.
@@ -16,12 +16,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from ..base.deadline import MIN_ROUND_TRIP, Deadline
-from ..base.errors import (
-    DistError,
-    DistNetworkError,
-    ProtocolError,
-    StoreTimeoutError,
-)
+from ..base.errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
 from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
@@ -41,7 +36,6 @@ log = logging.getLogger("tcpstore_async.client")
 
 _GRACE: Final = 0.05
 """Seconds granted to the request after a wake-up that came just before the deadline."""
-
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
 
@@ -65,23 +59,23 @@ class TCPClient(Pool):
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
-        With `refused_is_final`, raises ConnectionRefusedError at once if nobody listens there. `wanted` says, when
-        asked, whether to go on.
+        With `refused_is_final`, raises ConnectionRefusedError at once if nothing listens there. Retrying ends when
+        `wanted` returns False.
 
-        `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
-        every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
-        alone, connections are encrypted. With a `name`, they are put into the store of that name. A client that `joins`
-        asks for the server's identity next, and begins that with the handshake.
+        `introduction` describes this client to servers of ours. Every connection presents the `token`, if given; raises
+        AccessDeniedError if it is refused. With `tls`, which no other client may use, connections are encrypted. With a
+        `name`, they enter that named store. A client that `joins` will need the server's identity next, so it asks for
+        it with the handshake.
         """
         super().__init__(host, port, timeout, token, tls, name)
         self.introduction = introduction or {}
         self.farewell: Request | None = None
-        """Request without a reply that is sent to a server of ours when the store is closed."""
+        """Request without a reply, sent to a server of ours when the store is closed."""
         self._supported: dict[str, bool] = {}
-        """Whether the server supports what older servers of PyTorch do not, as far as probed."""
+        """Whether the server has each capability that was probed."""
         try:
             limit = Deadline(timeout, began)
-            asks = joins and not token and name is None  # otherwise the connection's identity will be known
+            asks = joins and not token and name is None  # admission asks for the identity otherwise
             opened = connect_blocking(
                 host, port, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
             )
@@ -92,7 +86,7 @@ class TCPClient(Pool):
             raise
 
     def close(self) -> None:
-        """Close every connection. Calls in progress in other threads fail, and so do later ones."""
+        """Close all connections. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
             self._finish_writes()
             self._return_stranded()
@@ -124,7 +118,7 @@ class TCPClient(Pool):
     def call(self, request: Request, deadline: Deadline | None = None) -> Any:
         """Make a call that the server answers at once, or not at all. Raises StoreTimeoutError, DistNetworkError.
 
-        Without a deadline the store's timeout counts, of which 0 allows one round trip.
+        The default deadline is the store's timeout, of which 0 allows one round trip.
         """
         connection = None
         me = get_ident()
@@ -157,7 +151,7 @@ class TCPClient(Pool):
                     if link.unanswered > UNANSWERED_BYTES:
                         deadline = deadline or Deadline.of_a_call(self.timeout)
                         connection.confirm_writes(deadline)
-                if len(self._connections) > 1:
+                if len(self._connections) > 1:  # a signal handler's write must precede the interrupted call's next
                     self._confirm_within(connection, me, deadline)
                 return None
             try:
@@ -186,7 +180,7 @@ class TCPClient(Pool):
                         or connection.session.pending
                     ):
                         self._release(connection)
-                    else:  # a thread that queues before this is seen below; one that queues after it sees this
+                    else:  # a thread that queues before this line is seen below; one that queues later sees it free
                         connection.user = NO_THREAD
                         if self._lost or self._free_queue.tickets or len(self._connections) > 1:
                             self._notify_free(connection)
@@ -197,11 +191,11 @@ class TCPClient(Pool):
     def call_blocking(
         self, request: Request, seconds: float, then: Request | None = None, began: float | None = None
     ) -> Any:
-        """Make a call that is answered when something happens. Raises StoreTimeoutError, DistNetworkError.
+        """Make a call that the server answers when a condition is met. Raises StoreTimeoutError, DistNetworkError.
 
-        The timeout is in seconds, from `began` if given; 0 checks once, negative means none. With `then`, that request
-        follows on the same connection before any other, and its result is returned. A server of ours is asked why the
-        call has timed out, which may take a second more; see `StoreTimeoutError`.
+        The timeout is in seconds, from `began` if given; 0 checks once, negative means none. `then` follows on the same
+        connection before any other request, and its result is returned. After a timeout a server of ours is asked for
+        the reason, which may take a second more; see `StoreTimeoutError`.
         """
 
         def wait(connection: SyncConnection, deadline: Deadline) -> Any:
@@ -220,7 +214,7 @@ class TCPClient(Pool):
             raise
 
     def _explain(self, error: StoreTimeoutError, request: Request, seconds: float) -> None:
-        """Ask the server why a call has timed out, and say so in its error; without an answer, leave that as it is."""
+        """Ask the server why a call has timed out, and add the reason to its error, if there is one."""
         asked = explanation.question(request, seconds, self.identity)
         if asked is None or self._lost:
             return
@@ -235,11 +229,11 @@ class TCPClient(Pool):
     ) -> Any:
         """Lease a connection for `work`, which may raise DeadlineExceeded, OSError and ProtocolError.
 
-        They become StoreTimeoutError, with the request and the seconds in its text, and DistNetworkError.
+        Raises StoreTimeoutError, whose text has the request and the seconds, and DistNetworkError for them.
         """
         connection = None
         try:
-            connection = self._lease(deadline, seconds, deadline.began)
+            connection = self._lease(deadline)
             return work(connection, deadline)
         except DeadlineExceeded as out:
             raise requests.late(request, seconds, out.__cause__) from out.__cause__
@@ -260,8 +254,8 @@ class TCPClient(Pool):
     def pop(self, lease: Request, seconds: float, began: float) -> bytes | None:
         """Take an item that a server of ours leases; return None if there is none.
 
-        The item is the caller's once the server has been sent the confirmation. After an interrupt between that and the
-        return, it is pushed back to the end of the queue. The caller must not make a call before it returns the item.
+        The item is the caller's once the confirmation has been sent. An interrupt between that and the return pushes it
+        back to the end of the queue. The caller must not make a call before it returns the item.
         """
         taken: list[Framed] = []
         confirmed: list[int] = []
@@ -295,9 +289,9 @@ class TCPClient(Pool):
         return value
 
     def pop_unconfirmed(self, request: Request, seconds: float, began: float, wait: Request | None) -> bytes | None:
-        """Take an item from a server of PyTorch, after `wait` if given; return None if there is none.
+        """Take an item from PyTorch's server, after `wait` if given; return None if there is none.
 
-        If anything keeps the item from the caller, it is pushed back to the end of the queue once it has arrived.
+        If the call fails, the item is pushed back to the end of the queue once it has arrived.
         """
 
         def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
@@ -320,13 +314,13 @@ class TCPClient(Pool):
         return value
 
     def _finish_writes(self) -> None:
-        """Before closing: wait until the server has executed the last writes, if that takes no more than a second.
+        """Before closing, wait up to a second until the server has executed the last writes.
 
-        Connections that break meanwhile, or are broken, are resumed, so that the server gets what was sent last and
-        ends their sessions at once, not after its grace period. Calls of other threads are not waited for.
+        Broken connections are resumed, so that the server gets the last writes and ends the sessions at once, not after
+        its grace period. Calls of other threads are not waited for.
         """
         if background.is_running_here():
-            return  # the loop may be replacing one, and cannot wait for itself
+            return  # the loop may be replacing a connection, and cannot wait for itself
         deadline = Deadline(MIN_ROUND_TRIP)
         unconfirmed = False
         for connection in [connection for connection in self._connections if connection.can_resume()]:
@@ -340,10 +334,10 @@ class TCPClient(Pool):
             log.warning("%s", requests.unconfirmed_at_close(self.host, self.port))
 
     def _finish_writes_on(self, connection: SyncConnection, deadline: Deadline) -> None:
-        """Lease a connection, unless a call has it; resume it if it is broken, and have its last writes confirmed."""
+        """Resume a connection if it is broken, and confirm its last writes, unless a call leases it."""
         me = get_ident()
         if connection.user == me:
-            return  # a signal handler closes the store, and has interrupted the call
+            return  # a signal handler closes the store, having interrupted the call
         ticket = Ticket()
         try:
             while not self._lost:
@@ -367,9 +361,9 @@ class TCPClient(Pool):
             self._give_up(connection, ticket, me)
 
     def _end_named_store(self) -> bool:
-        """Before closing: end the store, if this client owns it, so that its name is free when this returns.
+        """Before closing, end the named store if this client owns it, so that the name is free on return.
 
-        Returns whether this client has left the store by that.
+        Returns True if that also removed this client from the store.
         """
         if self.name is not None and self.name.owner and not self._lost:
             try:
@@ -391,7 +385,7 @@ class TCPClient(Pool):
                     pass  # the connection is lost
 
     def _return_stranded(self) -> None:
-        """Before closing: push back items popped for callers that gave up, if they arrive within a second."""
+        """Before closing, push back items of abandoned pops that arrive within a second."""
         deadline = Deadline(MIN_ROUND_TRIP)
         for connection in self._connections:
             if connection.stranded and not connection.user:
@@ -401,9 +395,9 @@ class TCPClient(Pool):
                     pass  # it was lost with the connection
 
     def call_all(self, batch: list[Request], deadline: Deadline) -> list[Any]:
-        """Make calls that have replies, at once, in one round trip. Raises StoreTimeoutError, DistNetworkError.
+        """Make calls that have replies in one round trip. Raises StoreTimeoutError, DistNetworkError.
 
-        All requests are sent before the first reply is read, so the replies must be of a few bytes.
+        All requests are sent before the first reply is read, so each reply must be a few bytes only.
         """
 
         def exchange(connection: SyncConnection, deadline: Deadline) -> list[Any]:
@@ -435,9 +429,8 @@ class TCPClient(Pool):
                 raise DeadlineExceeded
             return
         pending = connection.session.pending
-        while (
-            pending and pending[0] is not call
-        ):  # the fence: until its reply other threads must not use other connections
+        # Until the reply to the fence, other threads must not use other connections, on which they could overtake it.
+        while pending and pending[0] is not call:
             connection.read_until(pending[0], deadline)
         with self._lock:
             connection.parked = True
@@ -449,9 +442,9 @@ class TCPClient(Pool):
     def extended(
         self, request: Request | None = None, seconds: float | None = None, began: float | None = None
     ) -> bool:
-        """Return whether the server is one of ours; the first time, request that from the server.
+        """Return whether the server is one of ours; the first call asks it.
 
-        The time counts as part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
+        That is part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
         DistNetworkError.
         """
         if not self._identified:
@@ -463,9 +456,9 @@ class TCPClient(Pool):
         return self.identity is not None
 
     def supports(self, what: str, request: Request, seconds: float | None = None, began: float | None = None) -> bool:
-        """Return whether the server supports a capability; probe once, on a separate connection.
+        """Return whether the server has a capability; the first call probes it, on a separate connection.
 
-        The time counts as part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
+        That is part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
         DistNetworkError.
         """
         if what == capabilities.EXTENSION:
@@ -521,16 +514,23 @@ class TCPClient(Pool):
                     self._identity_queue.join(ticket)
                 else:
                     self._identifying = me
-            if not others:
-                self._identify_now(deadline)
-            elif not ticket.wait(deadline.poll_seconds()) and deadline.passed():
-                raise DeadlineExceeded
+            if others:
+                if not ticket.wait(deadline.poll_seconds()) and deadline.passed():
+                    raise DeadlineExceeded
+                continue
+            try:
+                self._on_a_connection(self._identify_on, requests.HAS_EXTENSION, deadline, deadline.timeout)
+                self._identified = True
+            finally:
+                with self._lock:
+                    self._identifying = NO_THREAD
+                    self._identity_queue.notify_all()
 
     def _identify_first(self, deadline: Deadline) -> None:
-        """Before a call that does not depend on the server's identity: request that all the same.
+        """Request the server's identity before a call that does not need it.
 
-        Otherwise the store would not survive a reset connection. A call with little time must not fail because of it:
-        it leaves that to a later one. Raises DeadlineExceeded, DistNetworkError.
+        Without the identity, the store would not survive a reset connection. A call with a short timeout must not fail
+        because of it, and leaves it to a later one. Raises DeadlineExceeded, DistNetworkError.
         """
         if self._identified or 0 <= deadline.timeout < MIN_ROUND_TRIP:
             return
@@ -539,31 +539,22 @@ class TCPClient(Pool):
         except StoreTimeoutError:
             raise DeadlineExceeded from None
 
-    def _identify_now(self, deadline: Deadline) -> None:
-        try:
-            self._on_a_connection(self._identify_on, requests.HAS_EXTENSION, deadline, deadline.timeout)
-            self._identified = True
-        finally:
-            with self._lock:
-                self._identifying = NO_THREAD
-                self._identity_queue.notify_all()
-
     def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         if self.identity is None:
             self.identity = connection.session.identity
         if self.identity is None:
-            asked = connection.session.asked  # answered: whoever leases a connection takes the replies that are due
+            asked = connection.session.asked  # answered, as `_lease` reads pending replies
             ours = self._result(connection, requests.HAS_EXTENSION, deadline) if asked is None else asked.result
             if ours:
                 self.identity = self._identity_on(connection, deadline)
         if self.identity is not None:
             check_admitted(self.identity)
-            if not self.token:  # what a relay's token allows
+            if not self.token:  # a relay may have presented one
                 self._restrict(self._connections)
             self._introduce(connection, self.identity, deadline)
 
     def _identity_on(self, connection: SyncConnection, deadline: Deadline) -> Identity | None:
-        """Return what a server that has the extension says who it is."""
+        """Return the identity of a server that has the extension."""
         return read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
 
     def _result(self, connection: SyncConnection, request: Request, deadline: Deadline) -> Any:
@@ -573,7 +564,7 @@ class TCPClient(Pool):
         return call.result
 
     def _introduce(self, connection: SyncConnection, server: Identity, deadline: Deadline) -> None:
-        """Say who this is, and have the server keep the session when the connection breaks, if it can."""
+        """Introduce this client, and have the server keep the session when the connection breaks, if it can."""
         introduction, _ = connection.session.prepare(*requests.introduce(self.introduction))
         if server.has_links(SINGLE_LINKS):
             connection.reach = self._reach
@@ -597,13 +588,13 @@ class TCPClient(Pool):
         self._introduce(connection, found, deadline)
 
     def _restrict(self, connections: list[SyncConnection]) -> None:
-        """Let connections send only what the server has said that it allows."""
+        """Restrict connections to the requests that the server allows."""
         access = None if self.identity is None else granted_access(self.identity.access)
         for connection in list(connections):
             connection.session.access = access
 
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
-        """Connect again for a link whose connection is broken. See `resume_blocking`."""
+        """Reconnect a link whose connection is broken; see `resume_blocking`."""
         try:
             return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost, self.token, self.tls)
         except Cancelled:
@@ -611,6 +602,6 @@ class TCPClient(Pool):
 
 
 def _at_least(seconds: float, deadline: Deadline) -> Deadline:
-    """Return a deadline with the time left, but at least so many seconds."""
+    """Return a deadline with the time left, but at least this many seconds."""
     left = deadline.left()
     return Deadline(-1.0 if left is None else max(left, seconds))

@@ -3,12 +3,12 @@
 It knows a socket, a session, and what an interrupt has left half done; it must not know other connections or who may
 lease it.
 
-Invariants: it is in step wherever an interrupt strikes, or marked as broken because a request was sent in part. A
-signal handler that interrupts a call on it can wait until everything written before has been executed, and changes
-nothing that the call continues with.
+Invariants: wherever an interrupt strikes, the connection is in step, or marked as broken because a request was sent in
+part. A signal handler that interrupts a call on it can wait until everything written before has been executed, and
+changes nothing that the call continues with.
 
-Signal handlers run between two steps of the interpreter; in compiled code, only within blocking system calls and in
-interpreted functions. What must be one step is therefore one call of C code in interpreted builds: a row of `map`s
+Signal handlers run between two bytecodes of the interpreter; in compiled code, only within blocking system calls and in
+interpreted functions. An atomic step is therefore a single call of C code in interpreted builds: a chain of `map`s
 consumed by `+=` or `extend`.
 """
 
@@ -33,13 +33,14 @@ from . import requests
 from .requests import Request
 
 _SHORT: Final = (479,)
-"""Longer than most replies, and Python has a fast path for buffers up to this size: 512 bytes with the header."""
+"""Bytes to read at once. Longer than most replies; with its header a buffer of 512 bytes, up to which Python allocates
+fast."""
 
 _LONG: Final = (256 * 1024,)
 
 _RECV_TIMEOUT: Final = struct.pack("ll", 0, 1)
-"""A read blocks for one tick of the kernel's clock, 1 to 10 ms, to which this is rounded up. Most replies arrive within
-it, which saves a call of poll(). Not longer, because the timeout starts again after a signal.
+"""Timeout of a read: rounded up to one tick of the kernel's clock, 1 to 10 ms. Most replies arrive within it, which
+saves a call of poll(). Not longer, because the timeout starts again after a signal.
 """
 
 FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
@@ -59,7 +60,7 @@ class DeadlineExceeded(Exception):
 
 
 def reset_when_closed(peer: socket.socket, reset: bool) -> None:
-    """Let the server see a reset when the connection is closed, as when it breaks, and not its orderly end."""
+    """Choose whether closing the connection resets it, which the server takes for a break and not for its end."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
 
 
@@ -69,18 +70,18 @@ class Leased:
     def __init__(self, request: Request, confirmed: list[int]) -> None:
         self.request = request
         self.confirmed = confirmed
-        """How many bytes of the confirmation have been sent: from then on the item is the caller's."""
+        """Bytes of the confirmation that were sent; once not empty, the item is the caller's."""
         self.returned: list[int] = []
-        """How many bytes of the request that gives it back have been sent."""
+        """Bytes of the GIVE_BACK that were sent."""
 
 
 class Stranded:
-    """A pop, on a server of PyTorch, whose caller has given up: its item has to be pushed back."""
+    """An abandoned pop on PyTorch's server, whose item is to be pushed back."""
 
     def __init__(self, call: PendingCall) -> None:
         self.call = call
         self.sent: list[int] = []
-        """How many bytes of the push each send has handed to the kernel."""
+        """Bytes of the push handed to the kernel, by each send."""
 
 
 class SyncConnection:
@@ -93,58 +94,59 @@ class SyncConnection:
         self.user = NO_THREAD
         """Identifier of the thread that leases it."""
         self.parked = False
-        """Whether the call that leases it may block for ever, so that other calls should not wait for its end."""
+        """Whether the call that leases it may block for ever, so that other calls should not wait for it."""
         self.broken = False
-        """Whether a request was sent, or a reply received, in part only: then it has to be closed."""
+        """Whether a request was sent, or a reply received, only in part, so that it must be closed."""
         self.frame = b""
         """A request that may have been sent in part."""
         self.sent: list[int] = []
-        """How many bytes of `frame` each send has handed to the kernel."""
+        """Bytes of `frame` handed to the kernel, by each send."""
         self.inherited = False
         """Whether it belongs to the parent process."""
         self._canceled: list[int] = []
-        """How many bytes of a cancel have been sent."""
+        """Bytes of a cancel that were sent."""
         self._chunks: list[bytes] = []
-        """Received, but not given to the session. It gets here without a step of the interpreter in between, at which
-        an interrupt could lose it."""
+        """Received, but not yet given to the session. `recv` puts it here in one atomic step, so that no interrupt
+        loses it."""
         self._read: list[list[PendingCall]] = []
-        """The calls that `_chunks` completed, once the session has it."""
+        """The calls that `_chunks` completed, once the session has received it."""
         self.leased: Leased | None = None
-        """What goes back with `give_back`, unless it has been confirmed."""
+        """The item that `give_back` returns, unless it has been confirmed."""
         self.stranded: list[Stranded] = []
         self.longest: int = 0
-        """Bytes of the longest request that one send did not hand over whole."""
+        """Bytes of the longest request that took more than one send."""
         self.watched = False
-        """Whether the background loop has it."""
+        """Whether the background loop watches it for hang-ups."""
         self.link: ClientSingleLink | None = None
         """Set if the server keeps the session when the connection breaks."""
         self._linking: tuple[ClientSingleLink, PendingCall] | None = None
-        """A link that the server has been asked for."""
+        """The link of an unanswered LINK."""
         self._received = 0
-        """Bytes that had been received on the link before `_chunks`."""
+        """Bytes received on the link before `_chunks`."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
-        """Connects again for a link; returns the connection, and the reply to LINK on it."""
+        """Reconnects a link; returns the connection, and the reply to LINK on it."""
         self.replaced: Callable[[], object] | None = None
-        """Called when the descriptor stands for another connection."""
+        """Called when the descriptor refers to another connection."""
         self.down: OSError | None = None
-        """Why the connection is broken, until there is another."""
+        """The error that broke the connection, until it is replaced."""
         self.down_since = 0.0
+        """When it broke, on the monotonic clock."""
         self.used = time.monotonic()
-        """When it was last released; only kept while it is one of several."""
+        """When it was last released; only kept up to date while it is one of several."""
 
     # Writing
 
     def put(
         self, data: bytes, call: PendingCall | None, mutates: bool = False, ahead: tuple[PendingCall, ...] = ()
     ) -> bool:
-        """Hand a request to the kernel, as much as it takes. Return whether that was all. Raises OSError.
+        """Send as much of a request as the kernel takes; return whether that was all. Raises OSError.
 
-        From the first byte on, the call and those `ahead` of it in the same bytes are pending.
+        With the first byte, the call and those `ahead` of it in the same bytes become pending.
         """
         session = self.session
         link = self.link
         if link is not None:
-            if self.down is not None:
+            if self.down is not None:  # `put_rest` resumes first
                 return False
             taken = link.acknowledgement()
             if taken:
@@ -186,7 +188,7 @@ class SyncConnection:
         return True
 
     def _sending(self, data: bytes, call: PendingCall | None = None) -> Iterator[int]:
-        """Return what sends when its first item, the count, is requested, and notes that on a link in the same step."""
+        """Return an iterator of one item, the bytes sent. Taking it sends, and notes that on a link in one step."""
         sending = map(self.peer.send, (data,), _EACH)
         if self.link is None:
             return sending
@@ -200,7 +202,7 @@ class SyncConnection:
         mutates: bool = False,
         ahead: tuple[PendingCall, ...] = (),
     ) -> None:
-        """Hand over what `put` has left. Raises OSError, or DeadlineExceeded if some is still left."""
+        """Send what `put` has left. Raises OSError, or DeadlineExceeded if some is still left."""
         whole = False
         self.longest = max(self.longest, len(data))
         while not whole:
@@ -214,9 +216,9 @@ class SyncConnection:
         self.frame = b""
 
     def _push(self) -> bool:
-        """Hand over the rest of the frame, as much as the kernel takes. Return whether that was all.
+        """Send as much of the rest of the frame as the kernel takes; return whether that was all.
 
-        A signal handler may call it in the middle of itself: the step that sends also finds out how much is left.
+        A signal handler may call it in the middle of itself, so one atomic step finds out what is left and sends it.
         """
         view = memoryview(self.frame)
         sent = self.sent
@@ -238,7 +240,7 @@ class SyncConnection:
     def request(self, request: Request, deadline: Deadline, first: bytes = b"") -> PendingCall:
         """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
 
-        `first` is a request without a reply that goes before it. Raises OSError or DeadlineExceeded.
+        `first` is a request without a reply to send before it. Raises OSError or DeadlineExceeded.
         """
         session = self.session
         self._canceled = []
@@ -255,10 +257,10 @@ class SyncConnection:
         return call
 
     def check_partial_send(self) -> None:
-        """After an interrupt: find out whether the connection is broken."""
+        """After an interrupt, find out whether a request was sent in part, which breaks the connection."""
         sent = sum(self.sent) if self.frame else 0
         if sent:
-            self.session.written += 1  # it may not have been counted; one too many does no harm
+            self.session.written += 1  # the interrupt may have prevented this; one too many does no harm
         if 0 < sent < len(self.frame):
             self.broken = True
         self.frame = b""
@@ -279,9 +281,9 @@ class SyncConnection:
         call.canceled = True
 
     def give_back(self) -> None:
-        """Return what is leased, on its way, or waited for, unless it was confirmed; without blocking.
+        """Return the item that is leased, on its way, or waited for, unless it was confirmed, without blocking.
 
-        May be called again, as after an interrupt in the middle of it.
+        May be called again after an interrupt.
         """
         leased = self.leased
         if leased is None:
@@ -300,7 +302,7 @@ class SyncConnection:
         if not leased.returned:
             try:
                 leased.returned += self._sending(data)
-            except OSError as error:  # the server takes it back with the end of the connection, or gets this afterwards
+            except OSError as error:  # the server takes the item back when the connection ends, or the link resumes
                 self.broken = not self._breaks(error)
                 if not self.broken and self.link is not None:
                     self.link.note(data)
@@ -308,16 +310,16 @@ class SyncConnection:
         self.broken = leased.returned[0] < len(data)
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
-        """Confirm that a leased item has arrived; `sent` is not empty from the moment the confirmation is sent.
+        """Confirm that a leased item has arrived; `sent` is not empty as soon as the confirmation has been sent.
 
-        Raises OSError or DeadlineExceeded; then the item goes back with the end of the connection.
+        Raises OSError or DeadlineExceeded; then the server takes the item back when the connection ends.
         """
         data, _ = self.session.request(*requests.confirm(lease))
         if self.link is not None:
             self._confirm_on_link(data, sent, deadline)
             return
         try:
-            sent += map(self.peer.send, (data,), _EACH)  # no interrupt strikes between call and list
+            sent += map(self.peer.send, (data,), _EACH)  # one step: sent, and known to be sent
         except BlockingIOError:
             sent.append(0)
         self._confirm_rest(data, sent, deadline)
@@ -338,11 +340,11 @@ class SyncConnection:
         self.read_until(self.request(requests.NO_KEY, deadline), deadline)
 
     def await_writes(self, deadline: Deadline) -> None:
-        """In a signal handler that has interrupted a call on it: wait until earlier writes have been executed.
+        """In a signal handler that has interrupted a call on it, wait until earlier writes have been executed.
 
-        Nothing is read, because the bytes are the interrupted call's. The writes precede every request that is to be
-        answered, so the first byte of a reply confirms them. If the connection is broken, they are executed when the
-        interrupted call goes on. Raises OSError or DeadlineExceeded.
+        Nothing is read, because the bytes are the interrupted call's. The writes precede every pending request, so the
+        first byte of a reply confirms them. If the connection is broken, they are executed when the interrupted call
+        continues. Raises OSError or DeadlineExceeded.
         """
         session = self.session
         if self.broken or self._chunks or self.down is not None or not session.unconfirmed():
@@ -352,7 +354,7 @@ class SyncConnection:
         except OSError:
             if self.link is None:
                 raise
-            # The interrupted call has received the error of the broken connection, or is about to.
+            # The interrupted call resumes the link: it has got the error of the broken connection, or is about to.
 
     def _await_writes(self, deadline: Deadline) -> None:
         if self.frame and sum(self.sent):
@@ -375,7 +377,7 @@ class SyncConnection:
             self.check_partial_send()
             self.frame, self.sent = frame, sent
 
-    # Idle, or in another thread's use
+    # While idle, or in use by another thread
 
     def hung_up(self) -> bool:
         """Return whether the peer has closed or reset it. Consumes neither data nor a pending error."""
@@ -387,7 +389,7 @@ class SyncConnection:
         return bool(poll.poll(0))
 
     def loss(self) -> OSError | None:
-        """Return the error that the next call would raise if the idle connection is lost, otherwise None."""
+        """Return the error that the next call would raise if the idle connection is lost, else None."""
         try:
             if not self.peer.recv(1, _PEEK):
                 return ConnectionError(LOST)
@@ -400,7 +402,7 @@ class SyncConnection:
     # Reading
 
     def drain_abandoned_calls(self, deadline: Deadline) -> None:
-        """Read the replies of calls that were given up. Raises OSError, ProtocolError or DeadlineExceeded."""
+        """Read the replies of abandoned calls. Raises OSError, ProtocolError or DeadlineExceeded."""
         if self.down is not None:
             self.resume(deadline)
         self.cancel()
@@ -414,7 +416,7 @@ class SyncConnection:
             del self.stranded[0]
 
     def push_back(self, stranded: Stranded, deadline: Deadline) -> None:
-        """Push back the item of a pop whose caller has given up. Raises OSError or DeadlineExceeded.
+        """Push back the item of an abandoned pop. Raises OSError or DeadlineExceeded.
 
         After an interrupt, `check_partial_send` finds out what was sent; a second call does not repeat it.
         """
@@ -440,7 +442,7 @@ class SyncConnection:
                     raise
 
     def read_soon(self) -> None:
-        """Read once, if something arrives within a tick. Raises OSError, ProtocolError."""
+        """Read once, if data arrives within a tick of the kernel's clock. Raises OSError, ProtocolError."""
         try:
             self.read()
         except BlockingIOError:
@@ -449,7 +451,7 @@ class SyncConnection:
     def read(self, size: tuple[int] = _SHORT) -> None:
         """Read once, up to `size[0]` bytes. Raises OSError, ProtocolError."""
         chunks = self._chunks
-        if not chunks or self._read:  # the latter after an interrupt at the end of this method
+        if not chunks or self._read:  # an interrupt at the end of this method leaves both
             chunks.clear()
             self._read.clear()
             if self.link is None:
@@ -459,7 +461,7 @@ class SyncConnection:
         if self.link is not None:
             self.counted()
         if not chunks[0]:
-            if self.down is not None:  # a signal handler has taken the error
+            if self.down is not None:  # a signal handler has received the error
                 chunks.clear()
                 raise BlockingIOError
             raise ConnectionError(LOST)
@@ -490,12 +492,12 @@ class SyncConnection:
     def open_link(self, deadline: Deadline, introduction: bytes = b"") -> None:
         """Ask the server to keep the session when the connection breaks, unless it was asked before.
 
-        An INTRODUCE may go with it. Raises OSError, ProtocolError or DeadlineExceeded. A reply that is late is taken by
-        `drain_abandoned_calls`.
+        `introduction` goes first. Raises OSError, ProtocolError or DeadlineExceeded; `drain_abandoned_calls` reads a
+        late reply.
         """
         if self.link is None and self._linking is None:
             link = ClientSingleLink()
-            self.broken = True  # until it is known what the server keeps
+            self.broken = True  # until the request is known to have been sent
             self._linking = link, self.request((BY_METHOD["link"], link.fields()), deadline, introduction)
             self.broken = False
         if self._linking is not None:
@@ -510,7 +512,7 @@ class SyncConnection:
             self._linking = None
 
     def counted(self) -> ClientSingleLink:
-        """Return the link, after counting what was received last. May be called again for the same."""
+        """Return the link, with the bytes of `_chunks` counted. May be called again for the same bytes."""
         link = self.link
         assert link is not None
         if self._chunks and not self._read:
@@ -522,9 +524,9 @@ class SyncConnection:
         return self.link is not None and not self.inherited
 
     def resume(self, deadline: Deadline) -> None:
-        """Go on with another connection, and send again what the server has not taken.
+        """Replace the broken connection, and send again what the server has not received.
 
-        Raises DeadlineExceeded, or the error that has broken the connection if the server has not kept the session.
+        Raises DeadlineExceeded, or the error that broke the connection if the server has not kept the session.
         """
         down, reach = self.down, self.reach
         assert down is not None
@@ -536,6 +538,7 @@ class SyncConnection:
             try:
                 peer, reply = reach(link, Deadline(grace if left is None else min(grace, left)))
             except (OSError, DistNetworkError, AccessDeniedError) as error:
+                # The call's time is over before the server's grace period: a later call can still resume.
                 if isinstance(error, DistNetworkError) and left is not None and left < grace:
                     raise DeadlineExceeded from None
                 raise OSError(down.errno, f"{down.strerror}; {reason_of(error)}") from None
@@ -552,7 +555,7 @@ class SyncConnection:
         raise OSError(down.errno, down.strerror)
 
     def replace(self, peer: socket.socket) -> None:
-        """Use another connection under the same descriptor. Its caller closes `peer`."""
+        """Use another connection under the same descriptor. The caller closes `peer`."""
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         os.dup2(peer.fileno(), self.peer.fileno(), inheritable=False)
         reset_when_closed(self.peer, False)
@@ -560,7 +563,7 @@ class SyncConnection:
             self.replaced()
 
     def _send_again(self, rest: bytes, deadline: Deadline) -> bool:
-        """Send what the server has not taken. Return False if this connection has broken too."""
+        """Send what the server has not received. Return False if this connection has broken, too."""
         view = memoryview(rest)
         while view:
             try:
@@ -577,14 +580,14 @@ class SyncConnection:
         return True
 
     def _breaks(self, error: OSError) -> bool:
-        """After an error of `send` or `recv`: return whether to go on with another connection, with `resume`."""
+        """After an error of `send` or `recv`, return whether `resume` can replace the connection, and mark it down."""
         if not is_break(error) or not self.can_resume():
             return False
         self.mark_down(error)
         return True
 
     def interrupted(self, error: BaseException) -> None:
-        """After an interrupt: mark the connection as broken if it struck between the kernel's error and `mark_down`."""
+        """After an interrupt, mark the connection down if it struck between the kernel's error and `mark_down`."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OSError) and is_break(cause):
@@ -594,12 +597,12 @@ class SyncConnection:
             cause = cause.__context__
 
     def mark_down(self, error: OSError) -> None:
-        """The connection is broken."""
+        """Note that the connection is broken, and since when."""
         self.down_since = time.monotonic()
         self.down = error.with_traceback(None)
 
     def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
-        """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection has just broken."""
+        """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection is broken."""
         if self.down is not None:
             raise BlockingIOError
         self._received = link.received
@@ -613,7 +616,7 @@ class SyncConnection:
             raise BlockingIOError from None
 
     def _acknowledge(self, link: ClientSingleLink, done: list[PendingCall]) -> None:
-        """Forget requests that were replied to, and have the server forget long replies."""
+        """Forget answered requests, and acknowledge long replies, which the server keeps until then."""
         if done:
             link.answered(done[-1])
         data = link.acknowledgement(ACKNOWLEDGED_AT_ONCE)
@@ -623,14 +626,14 @@ class SyncConnection:
         self.frame = data
         try:
             self.sent += self._sending(data)
-        except OSError as error:  # broken, or the kernel's buffer is full: the next one counts these bytes too
+        except OSError as error:  # broken, or the kernel's buffer is full: the next one acknowledges these bytes, too
             self._breaks(error)
         if 0 < sum(self.sent) < len(data):
             self.broken = True  # as after any request that is sent in part
         self.frame = b""
 
     def _confirm_on_link(self, data: bytes, sent: list[int], deadline: Deadline) -> None:
-        """Confirm as `confirm` does; a connection that breaks meanwhile is replaced first."""
+        """Confirm as `confirm` does; replace the connection first if it breaks."""
         while not sent:
             if self.down is not None:
                 self.resume(deadline)

@@ -2,15 +2,15 @@
 
 The stream itself, which both ends use, is in `session/tls.py`; the server's end is `server/tls.py`.
 
-It knows certificates of clients, and sockets. It must not know what is sent, or who sends it.
+It knows certificates of clients, and sockets. It must not know the bytes it carries, or their sender.
 
 All code that uses a connection counts bytes, is interrupted, forks and polls descriptors as on plain TCP; so it gets
 plain TCP, from a loop of this process to itself. The loop is the running one for an asynchronous store or a relay, and
 the background loop (`background.py`) for synchronous stores.
 
-Invariants: nobody but this process is at the other end of the pair. An orderly end is passed on as one, and a break as
-a reset. Who does not read is not sent to. What was written before a connection is closed is sent, as the kernel would,
-within a second. A forked child keeps no copy.
+Invariants: only this process is at the other end of the pair. An orderly end is passed on as one, and a break as a
+reset. A peer that stops reading is not written to. Data written before a connection is closed is sent within a second,
+as the kernel would. A forked child keeps no copy.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from .tls_settings import CERT, KEY
 _READ: Final = 128 * 1024
 
 _LAST_SECONDS: Final = 1.0
-"""Seconds for sending what was written before the end."""
+"""Seconds for sending the rest of the data before closing."""
 
 _PAIR_SECONDS: Final = 5.0
 
@@ -46,13 +46,13 @@ _LINGER_SECONDS: Final = 10.0
 _RESET: Final = struct.pack("ii", 1, 0)
 
 _NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
-"""For what a caller's thread sends; the loop's blocks signals."""
+"""For sends in a caller's thread; the loop's thread blocks signals."""
 
 log = logging.getLogger("tcpstore_async.client")
 
 
 class TlsFailed(ConnectionError):
-    """A server and this client do not agree on TLS, or on who they are."""
+    """The TLS handshake failed, or a certificate was not accepted."""
 
     def __init__(self, text: str, final: bool) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class TlsFailed(ConnectionError):
 
 
 def tls_required() -> AccessDeniedError:
-    """Return the error of a client that has not used TLS with a server that requires it."""
+    """Return the error of a client without TLS at a server that requires it."""
     return AccessDeniedError("the server requires TLS: use tcps://, or set TCPSTORE_TLS=1", final=True)
 
 
@@ -99,7 +99,7 @@ class Waiting(Protocol):
 
 
 class ClientTls:
-    """How one store, or relay, makes its TLS connections, and the bridges of those that it has."""
+    """The TLS connections of one store or relay: how to make them, and their bridges."""
 
     def __init__(self, files: TlsFiles, in_background: bool = False) -> None:
         """`in_background` is for synchronous stores. Raises DistNetworkError if a file cannot be used."""
@@ -111,7 +111,7 @@ class ClientTls:
         make_context(files)
 
     def renewed(self) -> "ClientTls":
-        """Return one without bridges, for a forked child or a clone."""
+        """Return a copy without bridges, for a forked child or a clone."""
         renewed = ClientTls.__new__(ClientTls)
         renewed.files = self.files
         renewed.in_background = self.in_background
@@ -120,7 +120,7 @@ class ClientTls:
         return renewed
 
     def cause(self) -> TlsFailed | None:
-        """Return why the server has ended a connection, if it has said so since this was called last."""
+        """Return why the server has ended a connection, if that is known, and forget it."""
         failure, self.failure = self.failure, None
         return failure
 
@@ -144,7 +144,7 @@ class ClientTls:
             raise
 
     def wrap_blocking(self, peer: socket.socket, host: str, waiting: Waiting) -> socket.socket:
-        """Do the same in a thread without a loop, with a socket that does not block."""
+        """Wrap as `wrap` does, in a thread without a loop, a socket that does not block."""
         try:
             stream = self._stream(host)
             while True:
@@ -174,7 +174,7 @@ class ClientTls:
         try:
             if loop is not None and not self.in_background:
                 bridge.keep(loop)
-            elif not background.carry(bridge):
+            elif not background.add_service(bridge):
                 raise OSError("cannot start the thread that TLS requires")
         except BaseException:
             bridge.abandon()
@@ -183,7 +183,7 @@ class ClientTls:
         return outer
 
     async def close(self) -> None:
-        """Wait until what was written has been sent, once every connection is closed; within a second."""
+        """Wait, up to a second, until all data has been sent; every connection is closed already."""
         tasks = [bridge.task for bridge in self.bridges if bridge.task is not None]
         if tasks:
             for bridge in list(self.bridges):
@@ -195,7 +195,7 @@ class ClientTls:
                 await asyncio.wait(late)
 
     def close_blocking(self) -> None:
-        """Do the same for a synchronous store."""
+        """Close as `close` does, for a synchronous store."""
         end = time.monotonic() + _LAST_SECONDS
         for bridge in list(self.bridges):
             bridge.unwatched()
@@ -207,7 +207,7 @@ class ClientTls:
 
 
 def _step(stream: TlsStream) -> tuple[bool, bytes]:
-    """Go on with a handshake: whether it is complete, and what to send. Raises TlsFailed and ConnectionError."""
+    """Continue a handshake; return whether it is complete, and the bytes to send. Raises TlsFailed."""
     try:
         return stream.shake_hands(), stream.outgoing()
     except TlsError as error:
@@ -217,7 +217,7 @@ def _step(stream: TlsStream) -> tuple[bool, bytes]:
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a TCP connection on loopback; whoever else connects is turned away. Raises OSError."""
+    """Return both ends of a TCP connection on loopback; other peers that connect are closed. Raises OSError."""
     with socket.socket() as listener:
         listener.settimeout(_PAIR_SECONDS)
         listener.bind(("127.0.0.1", 0))
@@ -242,14 +242,14 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Bridge:
-    """Passes on what comes from either end of one connection. Used by the thread of one loop at a time."""
+    """Forwards the data of one connection in both directions. Used by the thread of one loop at a time."""
 
     def __init__(self, tls: ClientTls, peer: socket.socket, stream: TlsStream, inner: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.ended = threading.Event()
         self.task: asyncio.Task[None] | None = None
-        """On an asynchronous store's loop, what closes the bridge with the loop."""
+        """On an asynchronous store's loop, the task that closes the bridge with the loop."""
         self._tls = tls
         self._peer = peer
         self._inner = inner
@@ -259,16 +259,16 @@ class Bridge:
         self._to_server: memoryview | None = None
         """Ciphertext that the kernel has not taken yet."""
         self._to_client: memoryview | None = None
-        """The same of plaintext."""
+        """Plaintext that the kernel has not taken yet."""
         self._waits_for_client = False
-        """Whether the loop reports when the client's end takes more."""
+        """Whether the loop watches the client's end for writing."""
         self._client_ended = False
         self._server_ended = False
         self._unwatched = False
-        """Whether the client has closed its end, or is about to: it reads no more."""
+        """Whether the client reads no more, because it has closed its end or is about to."""
         _bridges.add(self)
 
-    # Who watches the descriptors
+    # Watching the descriptors
 
     def keep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on the running loop until either end closes the connection, or the loop ends."""
@@ -308,7 +308,7 @@ class Bridge:
                 loop.remove_writer(end)
 
     def unwatched(self) -> None:
-        """The client reads no more: end as soon as what it has written is sent. From any thread."""
+        """End as soon as the client's data is sent, as it reads no more. From any thread."""
         self._unwatched = True
         loop = self._loop
         if loop is not None:
@@ -318,7 +318,7 @@ class Bridge:
                 pass  # the loop is closed
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies, which the parent goes on using."""
+        """Close the copies of the descriptors in a forked child; the parent still uses them."""
         self._loop = None
         self.ended = threading.Event()
         self.ended.set()
@@ -339,7 +339,7 @@ class Bridge:
         self._more_to_server()
 
     def _encrypt(self, data: bytes) -> None:
-        """Make ciphertext of what the client has written, or of its end."""
+        """Encrypt the client's data, or its end."""
         if data:
             self._stream.write(data)
         else:
@@ -349,7 +349,7 @@ class Bridge:
             self._stream.finish()
 
     def _more_to_server(self) -> None:
-        """Send ciphertext as far as the kernel takes it; until it has taken all, read nothing from the client."""
+        """Send ciphertext as far as the kernel takes it; read nothing from the client until it has taken all."""
         waited = self._to_server is not None
         data = self._to_server
         while True:
@@ -390,7 +390,7 @@ class Bridge:
             self._loop.call_later(_LINGER_SECONDS, weakly(self.abandon))
 
     def _server_broke(self) -> None:
-        """Writing to the server failed: it may have said why."""
+        """After a failed write, read what the server may have sent before: an alert says why it has ended."""
         try:
             while chunk := self._peer.recv(_READ):
                 self._stream.feed(chunk)
@@ -438,10 +438,10 @@ class Bridge:
         elif stream.ended:
             self._end_to_client()
         if stream.has_output() and self._to_server is None and not self.ended.is_set():
-            self._more_to_server()  # TLS itself has something to say
+            self._more_to_server()  # of TLS itself, such as a key update
 
     def _more_to_client(self) -> None:
-        """Write plaintext as far as the kernel takes it; until it has taken all, read nothing from the server."""
+        """Write plaintext as far as the kernel takes it; read nothing from the server until it has taken all."""
         data = self._to_client
         loop = self._loop
         while data:
@@ -476,7 +476,7 @@ class Bridge:
     # The end
 
     def _check_end(self) -> None:
-        """Close both connections once nothing can come, or be of use, any more."""
+        """Close both connections once no more data can arrive or be used."""
         if self._client_ended and self._to_server is None and (self._unwatched or self._server_ended):
             self._close()
 
@@ -491,7 +491,7 @@ class Bridge:
             self._close()
 
     def finish(self) -> None:
-        """Without a loop: send what the client has written, within a second, and close. Idempotent."""
+        """Without a loop, send the client's data, within a second, and close. Idempotent."""
         if self.ended.is_set():
             return
         self.detach()
@@ -529,7 +529,7 @@ class Bridge:
         self._tls.bridges.discard(self)
         self.ended.set()
         if self._over is None:
-            background.drop(self)
+            background.remove_service(self)
         elif not self._over.done():
             self._over.set_result(None)
 

@@ -1,10 +1,9 @@
-"""Whether a client uses TLS, and with which files: by its caller, the server's URL or its environment.
+"""Whether a client uses TLS, and with which files: from its caller, the server's URL or its environment.
 
-Commands that may never connect import this; it must not import what connects.
+Imported by commands that may never connect; it must not import modules that do.
 """
 
 import os
-from collections.abc import Mapping
 from typing import Final
 
 from ..auth.secret_files import TlsFiles
@@ -16,13 +15,13 @@ CERT: Final = "TCPSTORE_CERT"
 KEY: Final = "TCPSTORE_KEY"
 
 
-def wants_tls(tls: bool | None, server: ServerUrl | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to use TLS: as the caller says, else the server's URL, else whether TCPSTORE_TLS is exactly 1."""
+def wants_tls(tls: bool | None, server: ServerUrl | None = None) -> bool:
+    """Return the caller's choice; None means TLS if the server's URL asks for it, or TCPSTORE_TLS is exactly 1."""
     if tls is None and server is not None and server.tls:
         return True
-    return environment.get(ENABLE) == "1" if tls is None else tls
+    return os.environ.get(ENABLE) == "1" if tls is None else tls
 
 
-def files_from_environment(environment: Mapping[str, str] = os.environ) -> TlsFiles:
+def files_from_environment() -> TlsFiles:
     """Return the files that TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name."""
-    return TlsFiles(environment.get(CA, ""), environment.get(CERT, ""), environment.get(KEY, ""))
+    return TlsFiles(os.environ.get(CA, ""), os.environ.get(CERT, ""), os.environ.get(KEY, ""))

@@ -1,7 +1,7 @@
-"""Queues of threads that wait for a connection, or for an event.
+"""Queues of threads that wait for a connection or an event.
 
-The module knows which thread has waited for how long, and must not know what for. Invariant: a thread that has been
-notified is no longer in the queue; one that is in the queue will be notified, or leaves.
+The module must not know what they wait for. Invariant: a thread that has been notified is no longer in the queue; one
+in the queue will be notified, or leaves.
 """
 
 from collections import deque
@@ -14,9 +14,9 @@ class Ticket:
     def __init__(self) -> None:
         self.user = get_ident()
         self.notified = Lock()
-        """Can be acquired once this thread has been notified."""
+        """Locked until this thread is notified."""
         self.starving = False
-        """Whether it is counted as having waited for long."""
+        """Whether the pool counts the thread as starving."""
 
     def wait(self, seconds: float | None) -> bool:
         """Wait to be notified; return whether it was. None means no timeout."""
@@ -24,9 +24,9 @@ class Ticket:
 
 
 class WaitQueue:
-    """Threads that wait to be notified. Every method needs the client's lock.
+    """Threads that wait to be notified, first come, first served. Every method needs the client's lock.
 
-    No thread waits with the lock held: unlike a Condition, this stays consistent wherever an interrupt strikes.
+    Unlike a Condition, it stays consistent wherever an interrupt strikes; no thread waits with the lock held.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class WaitQueue:
     def notify(self) -> None:
         """Notify the first thread.
 
-        A signal handler that does the same in the middle of this notifies the same thread, which then finds both
-        connections. No thread leaves the queue without being notified, wherever an interrupt strikes.
+        A signal handler that calls this in the middle of it notifies the same thread, which then finds both connections
+        free. Wherever an interrupt strikes, no thread leaves the queue without being notified.
         """
         if self.tickets:
             ticket = self.tickets[0]

@@ -25,7 +25,7 @@ from .patterns import (
     opened_counter,
     root_rank,
 )
-from .ranks import Rank, Ranks
+from .stock_ranks import Rank, Ranks
 
 
 class Elsewhere(msgspec.Struct):

@@ -11,7 +11,7 @@ from ..base.addresses import format_address
 from ..observe.similar_keys import COMPARISONS, Search
 from .facts import Facts, Key
 from .missing import Awaited
-from .ranks import Ranks
+from .stock_ranks import Ranks
 
 _OF_A_LIST: Final = 8
 """Keys of an awaited list that are described."""

@@ -25,8 +25,9 @@ from ..server.fork_safety import close_on_fork, closed_in_children
 from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
 from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
+from ..server.signals import drain_when_told, watch_signals
 from ..server.systemd import activated_fd, supervised
-from ..serving import drain_when_told, tune_gc, watch_signals
+from ..serving import tune_gc
 from .core import Relay
 from .describing import describer
 from .entering import Entry

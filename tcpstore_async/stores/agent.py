@@ -1,16 +1,17 @@
-"""The agents of an elastic job: how one meets the others, and stays one of them.
+"""The agents of an elastic job: how an agent joins rounds, and stays in them.
 
 An agent joins a round with MEET, which the server answers when the round is formed. Meanwhile and afterwards it sends
-beats. It is removed when its connection is lost or its beats stop. This module knows the agent's part of that, its
-timeouts included; the server decides what makes a round complete (`keyspace/rounds.py`). It does not know PyTorch.
+beats. It is removed when its connection is lost or its beats stop. This module knows the agent's part of that and its
+timeouts; the server decides when a round is complete (`keyspace/rounds.py`). It must not know PyTorch.
 
-Invariants: at least a beat's period passes between the reply to a beat and the next one, on which the server relies.
+Invariants: at least a beat's period passes between the reply to a beat and the next beat, on which the server relies.
 Every request may be repeated.
 """
 
 import os
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ import msgspec
 from ..base.deadline import Deadline
 from ..base.errors import DistError, ProtocolError, StoreTimeoutError, counted
 from ..base.keys import stored_key
-from ..client import capabilities, requests
+from ..client import capabilities, exchanges, requests
 from ..client.requests import Request
 from ..client.sync_client import TCPClient
 from ..keyspace.agents import BEAT, CLOSE, COMPLETE, DESCRIBE, LEAVE, LOOK, SUCCEEDED
@@ -38,44 +39,49 @@ _MAX_HOST: Final = 400
 """Bytes of a host's name in that of an agent."""
 
 _CLOSED: Final = 2
+"""`State.state` once no more rounds are formed."""
 
 _SHORTEST: Final = 0.001
-"""Seconds that an agent waits at least for its rank."""
+"""Shortest wait for a reply to MEET, in seconds."""
 
 _FIRST_REPORT: Final = 30.0
+"""Seconds until an agent reports that it still waits for a round."""
+
 _NEXT_REPORT: Final = 60.0
-"""Seconds until an agent reports that it still waits for a round, and from then on between two reports."""
+"""Seconds between further reports."""
 
 _MOST_LISTED: Final = 8
 """Agents that a text lists."""
 
 
 class Options(NamedTuple):
-    """How agents meet; times in seconds."""
+    """Sizes of rounds, and timeouts in seconds."""
 
     least: int
+    """Agents that a round needs."""
     most: int
-    """How many agents a round needs, and admits."""
+    """Agents that a round admits."""
     join: float = 600.0
-    """How long to wait for a round."""
+    """Timeout of joining a round."""
     last_call: float = 30.0
-    """How long a round waits for more agents than it needs."""
+    """Time that a round waits for more agents than it needs."""
     close: float = 30.0
-    """How long closing may take."""
+    """Timeout of closing the rounds."""
     heartbeat: float = 5.0
-    """How long a beat may take."""
+    """Timeout of a beat."""
     keep_alive_interval: float = 5.0
+    """Interval in which an agent sends `_BEATS` beats."""
     keep_alive_max_attempt: int = 3
-    """An agent that sends no beats for as many intervals is taken for dead."""
+    """Intervals without beats after which an agent is considered dead."""
 
     def period(self) -> float:
         """Return the seconds between two beats."""
         return self.keep_alive_interval / _BEATS
 
     def missing(self) -> int:
-        """Return after how many ticks of the server an agent is dead, so that this takes as long as its attempts.
+        """Return the ticks of the server without a beat after which an agent is dead, for the time of its attempts.
 
-        Two ticks may pass between two beats of an agent that is a little late, so the third is the first to prove it.
+        Two ticks may pass between two beats of an agent that is a little late, so only the third proves its death.
         """
         return max(3, _BEATS * self.keep_alive_max_attempt - 1)
 
@@ -105,23 +111,23 @@ class State(NamedTuple):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a job ended that did so successfully."""
+    """The successful end of a job."""
 
     since: float
-    """How many seconds ago."""
+    """Seconds since then."""
     count: int
-    """How many agents its last round had."""
+    """Number of agents in its last round."""
     agents: list[str]
-    """The names of the first of them."""
+    """Names of the first of them."""
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What follows the state of the rounds if an agent asks for it. An older server says nothing."""
+    """Details that follow the state of the rounds on request. An older server sends none."""
 
     agents: list[str] = []
-    """The names of the first agents of the current round."""
+    """Names of the first agents of the current round."""
     ended: Ended | None = None
-    """How the job has ended, if it did so successfully and the server still knows."""
+    """The end of the job, if it was successful and the server still remembers it."""
 
 
 class RoundsClosed(DistError):
@@ -130,13 +136,13 @@ class RoundsClosed(DistError):
     def __init__(self, redundant: bool) -> None:
         super().__init__("the rendezvous is closed")
         self.redundant = redundant
-        """Whether this agent was one too many for the last round."""
+        """Whether the last round had enough agents without this one."""
 
 
 def agent_name(host: str, number: int, run: str = "") -> bytes:
-    """Return a name for the agent `number` of this process, which also says to which run of its job it belongs.
+    """Return a name for the agent `number` of this process, which contains the run of its job.
 
-    Agents have their ranks in the order of names.
+    Agents get their ranks in the order of their names.
     """
     prefix = host.encode()[:_MAX_HOST]
     name = b"%s %010d %06d %s" % (prefix, os.getpid(), number, os.urandom(8).hex().encode())
@@ -150,7 +156,7 @@ def named_host(name: str) -> str:
 
 
 def named_run(name: str) -> str:
-    """Return the run in an agent's name; empty if it says none."""
+    """Return the run in an agent's name; empty if there is none."""
     return name.split(" ")[4] if name.count(" ") == 4 else ""
 
 
@@ -162,19 +168,19 @@ def _named_process(name: str, own: bool) -> str:
 
 
 class Pulse:
-    """When the next beat of an agent is due, whatever it does meanwhile."""
+    """The time of an agent's next beat, which outlives the agent's calls."""
 
     def __init__(self, due: float) -> None:
         self.due = due
         """On the monotonic clock."""
 
 
-def _to_nobody(text: str) -> None:
-    """Report to nobody."""
+def _no_report(text: str) -> None:
+    pass
 
 
 class Agent:
-    """One agent, which meets others under a key of a store of ours. Closing the store removes it.
+    """One agent, which meets others under a key of a store of ours. Closing the store removes the agent.
 
     Raises NotImplementedError if the server has no rounds. All methods raise StoreTimeoutError and DistNetworkError.
     """
@@ -185,29 +191,23 @@ class Agent:
         self._client = store._connection()
         self._key = stored_key(key)
         self._left = -1
-        """The round that it is in, or was in last."""
+        """The number of the current or last round."""
         self.pulse = Pulse(time.monotonic() + options.period())
         require_rounds(self._client)
 
-    def join(self, report: Callable[[str], object] = _to_nobody) -> Round:
+    def join(self, report: Callable[[str], object] = _no_report) -> Round:
         """Leave the current round and return the next one once it is formed. Raises RoundsClosed.
 
-        Raises StoreTimeoutError after `Options.join`, which begins anew when the agent is redundant no more. Until
-        then, `report` is called now and then with what is missing.
+        Raises StoreTimeoutError after `Options.join`, which starts again while the agent is redundant. While it waits,
+        `report` is called with what is missing, at first after `_FIRST_REPORT` seconds.
         """
         steps = joining(self._key, self.name, self.options, self._left, self.pulse, time.monotonic, report)
-        reply: Framed | None = None
-        try:
-            while True:
-                request, seconds = steps.send(reply)
-                reply = self._meet(request, seconds) if request[0].flags & PARKS else self._client.call(request)
-        except StopIteration as end:
-            found: Round = end.value
-            self._left = found.number
-            return found
+        found = exchanges.run(self._perform, steps)
+        self._left = found.number
+        return found
 
     def beat(self) -> State:
-        """Send a beat. The caller waits until `pulse.due` before each, and does not join meanwhile."""
+        """Send a beat. The caller waits until `pulse.due` before each beat, and does not join meanwhile."""
         try:
             return self._attend(BEAT, self.options.missing(), self.options.heartbeat)
         finally:
@@ -218,14 +218,18 @@ class Agent:
         return self._attend(LOOK)
 
     def close(self, succeeded: bool = False) -> None:
-        """Close the rounds for all agents; tell whether this agent's workers have succeeded."""
+        """Close the rounds for all agents, and tell the server whether this agent's workers have succeeded."""
         self._attend(CLOSE, SUCCEEDED if succeeded else 0, self.options.close)
 
-    def _meet(self, request: Request, seconds: float) -> Framed | None:
-        try:
-            reply: Framed = self._client.call_blocking(request, seconds)
-        except StoreTimeoutError:
-            return None
+    def _perform(self, step: tuple[Request, float]) -> Framed | None:
+        """Make the call of a step of `joining`; return None for a MEET that takes too long."""
+        request, seconds = step
+        reply: Framed | None = None
+        if request[0].flags & PARKS:
+            with suppress(StoreTimeoutError):
+                reply = self._client.call_blocking(request, seconds)
+        else:
+            reply = self._client.call(request)
         return reply
 
     def _attend(self, action: int, number: int = 0, seconds: float | None = None) -> State:
@@ -239,13 +243,13 @@ def joining(
     left: int,
     pulse: Pulse,
     clock: Callable[[], float],
-    report: Callable[[str], object] = _to_nobody,
+    report: Callable[[str], object] = _no_report,
 ) -> Generator[tuple[Request, float], Framed | None, Round]:
-    """Yield the requests by which an agent joins a round, having left the round `left`; return the round.
+    """Yield the requests with which an agent joins a round, having left the round `left`; return the round.
 
-    With each request comes the time to wait for the reply, in seconds: MEET may take longer, and gets None. Other
-    requests are answered at once. While no round is formed, `report` is called now and then with what is missing.
-    Raises RoundsClosed, and StoreTimeoutError after the join timeout.
+    Each request comes with the seconds to wait for its reply. A MEET that takes longer gets None; other requests are
+    answered at once. While no round is formed, `report` is called with what is missing. Raises RoundsClosed, and
+    StoreTimeoutError after the join timeout.
     """
     began = now = clock()
     report_at = began + _FIRST_REPORT
@@ -289,7 +293,7 @@ def joining(
             if state.standing != REDUNDANT and (state.standing != PARTICIPANT or state.round == left):
                 raise StoreTimeoutError(f"no round of {needed} was formed within {options.join:g} s: {missing}")
             now = clock()
-            deadline = now + options.join  # redundant, or the round was formed just now and MEET is answered at once
+            deadline = now + options.join  # redundant, or the round has just been formed and MEET is answered at once
         elif now >= report_at:
             missing = _standing((yield requests.attend(key, name, LOOK, DESCRIBE), 0.0), name)
             now = clock()
@@ -299,7 +303,7 @@ def joining(
 
 
 def _standing(reply: Framed | None, name: bytes) -> str:
-    """Return who has come to a round that is not formed, from the reply to LOOK; empty for a redundant agent."""
+    """Return the agents of a round that is not formed, from the reply to LOOK; empty if this one is redundant."""
     assert reply is not None
     state, described = _described(reply)
     if state.standing == REDUNDANT:
@@ -314,14 +318,14 @@ def _standing(reply: Framed | None, name: bytes) -> str:
 
 
 def is_closed(store: TCPStore, key: str) -> bool:
-    """Return whether the rounds under a key are closed, without taking part. Raises NotImplementedError."""
+    """Return whether the rounds under a key are closed, without joining. Raises NotImplementedError."""
     client = store._connection()
     require_rounds(client)
     return _attend(client, requests.attend(stored_key(key), b"", LOOK), None).closed
 
 
 def how_ended(store: TCPStore, key: str) -> Ended | None:
-    """Return how the job under a key has ended, if it did so successfully and the server knows."""
+    """Return the end of the job under a key, if it was successful and the server remembers it."""
     return _described(store._connection().call(requests.attend(stored_key(key), b"", LOOK, DESCRIBE)))[1].ended
 
 
@@ -340,7 +344,7 @@ def _attend(client: TCPClient, request: Request, seconds: float | None) -> State
 
 
 def _described(reply: Framed) -> tuple[State, Description]:
-    """Return the state of the rounds and what follows it. Raises ProtocolError."""
+    """Return the state of the rounds and its details. Raises ProtocolError."""
     state = State(*_STATUS.unpack_from(reply, PREFIX))
     try:
         return state, msgspec.json.decode(reply[PREFIX + _STATUS.size :] or b"{}", type=Description)

@@ -1,13 +1,12 @@
-"""Operations on this process's keyspaces, one at a time, that no signal handler finds half done.
+"""Atomic operations on this process's keyspaces, one at a time, which no signal handler finds half done.
 
-Invariant: an operation that has begun is finished before another begins and before a signal handler that uses a store
-goes on, whatever that handler raises. This module must not know what an operation does.
+Invariant: an operation is finished before another begins and before a signal handler that uses a store continues,
+whatever that handler raises. This module must not know what an operation does.
 
 A handler runs between two bytecodes of the main thread. In the interpreted build it could therefore enter a keyspace in
-the middle of one of its methods, or abandon that method by raising. So if the program has signal handlers other than
-Python's own for SIGINT, the main thread has a helper thread, where no handlers run, execute the operation: this takes
-0.1 ms, and finding that there are no handlers 3 µs. In the compiled build a method is a single step for a handler, and
-the main thread executes it itself.
+the middle of a method, or abandon the method by raising. So if the program has signal handlers other than Python's own
+for SIGINT, the main thread has a helper thread, where no handlers run, execute the operation. This takes 0.1 ms, and
+the check for handlers 3 µs. In the compiled build no handler runs within a method, and the main thread executes it.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum of each
@@ -46,7 +45,7 @@ def atomically(operation: Callable[[], _Result]) -> _Result:
 
 
 def _may_be_interrupted() -> bool:
-    """Whether a signal handler that uses a store may run in this thread."""
+    """Return whether a signal handler that uses a store may run in this thread."""
     if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         return False
     try:
@@ -65,7 +64,7 @@ class _Job(Generic[_Result]):
         self.done.acquire()
         self.result: _Result
         self.failed: list[BaseException] = []
-        """Its error, until that is raised: its traceback refers to this job."""
+        """Its error until it is raised, as the traceback refers to this job."""
 
     def run(self) -> None:
         with LOCK:
@@ -81,7 +80,7 @@ _jobs: queue.SimpleQueue[_Job[object]] | None = None
 """The helper's queue; None before the helper has started."""
 
 _pending: Final[list[_Job[object]]] = []
-"""Jobs that the main thread waits for; more than one if a handler has interrupted it."""
+"""Jobs that the main thread waits for; several if handlers have interrupted it."""
 
 
 def _execute_in_helper(operation: Callable[[], _Result]) -> _Result:
@@ -119,7 +118,7 @@ def _run_jobs(jobs: "queue.SimpleQueue[_Job[object]]") -> None:
 
 
 def release_after_fork() -> None:
-    """Release the lock in a forked child and, as that has no helper thread, finish the forking thread's jobs."""
+    """Release the lock in a forked child, which has no helper thread, and finish the forking thread's jobs."""
     global _jobs
     _jobs = None
     LOCK.release()

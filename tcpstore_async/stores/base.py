@@ -1,6 +1,6 @@
 """The contract of every synchronous store.
 
-It knows PyTorch's methods, their defaults, what they promise, and which of them follow from others. It must not know
+It knows PyTorch's methods, their defaults and guarantees, and which of them can be built on others. It must not know
 where keys and values are kept. Invariant: a method means the same on every store.
 """
 
@@ -90,7 +90,7 @@ class Store:
         raise NotImplementedError("this store cannot list its keys")
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        """Return all keys as bytes: one that is not UTF-8 must not fail a view that does not contain it."""
+        """Return all keys as bytes, so that a key that is not UTF-8 fails no view without it."""
         return [name.encode() for name in self.list_keys()]
 
     def append(self, key: Text, value: Text) -> None:
@@ -129,7 +129,7 @@ class Store:
 
         Raises StoreTimeoutError; a call that times out stays counted.
         """
-        # As in PyTorch's base class, two keys named after `key`, for stores that have nothing better.
+        # As in PyTorch's base class, two keys named after `key`; stores with a better way override this.
         name = to_bytes("key", key)
         size = to_int64("world_size", world_size)
         limit = self.timeout if timeout is None else timedelta(seconds=to_seconds("timeout", timeout))
@@ -149,7 +149,7 @@ class Store:
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
         """Return the indices of missing keys, and whether all keys were checked before the deadline.
 
-        By bisection, with one `check` for each part, unless the store has something better.
+        This bisects with one `check` for each part; stores with a better way override it.
         """
         absent: list[int] = []
         spans = [(0, len(keys))] if keys else []

@@ -1,11 +1,10 @@
 """HashStore: a store in the memory of this process, shared by its threads.
 
-The keyspace gives commands their meaning; this module adds locking, sleeping threads and fork. It knows neither files
-nor connections.
+The keyspace gives commands their meaning; this module adds locking, sleeping threads and fork. It must not know files
+or connections.
 
-Invariants: operations on the keyspaces run one at a time, whole, and none of them sleeps. A thread that stops waiting,
-for whatever reason, passes on the item that was handed to it. A forked child has its own copy, on which none of the
-parent's threads wait.
+Invariants: operations on the keyspaces are atomic, and none of them sleeps. A thread that stops waiting, for whatever
+reason, passes on the item that was handed to it. A forked child has its own copy, without the parent's waiters.
 """
 
 import os
@@ -34,7 +33,7 @@ UNLIMITED: Final = Limits(budget_bytes=2**62)
 class Alarm:
     """Wakes the thread that sleeps on it when its waiter fires.
 
-    A lock, not a `threading.Event`: a signal handler could set an Event while its own thread holds the Event's lock.
+    It is a lock: a signal handler that sets a `threading.Event` may find its own thread holding the Event's lock.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class Alarm:
         self.waiter = CallbackWaiter(self._fired.release)
 
     def sleep(self, seconds: float | None) -> bool:
-        """Sleep until the waiter fires, or for so many seconds; None means no limit. Return whether it fired."""
+        """Sleep until the waiter fires, or for this many seconds; None means no limit. Return whether it fired."""
         return self._fired.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
 
@@ -174,7 +173,7 @@ class HashStore(Store):
         return [unpack(value) for value in values]
 
     def _when_present(self, names: list[bytes], deadline: Deadline, then: Callable[[], _Result]) -> _Result:
-        """Wait until all keys have appeared, then execute an operation; by then some may be gone again.
+        """Wait until all keys exist, then execute an operation; keys may have been deleted in between.
 
         Raises StoreTimeoutError.
         """
@@ -194,7 +193,7 @@ class HashStore(Store):
                 raise StoreTimeoutError(wait_timeout_message(names, deadline.timeout, "Wait"))
             return atomically(then)
         finally:
-            if parked:
+            if parked:  # after `then`: leaving earlier would pass on an item that it takes
                 atomically(lambda: keyspace.leave(alarm.waiter))
 
 

@@ -1,10 +1,10 @@
-"""The number of a store's address, shown as taken on its owner's host while the store with that name lives.
+"""A listener that keeps the port number of a named store from being taken for free on its owner's host.
 
-Programs look for a free port by binding or by connecting, and nothing else listens where an address is only a name. It
+Programs look for a free port by binding or connecting, and nothing else listens at an address that is only a name. It
 knows sockets and the background loop; it must not know what the number is for.
 
-Invariants: a number that cannot be held harms nobody. Whoever connects is reset, once that has told it that the port is
-taken. A forked child holds nothing, and what a killed process has held is free.
+Invariants: failing to hold a port is harmless. Connections are accepted, which shows that the port is taken, and then
+reset. A forked child holds nothing, and the port of a killed process is free.
 """
 
 import asyncio
@@ -24,30 +24,28 @@ from ..server.fork_safety import close_on_fork
 log = logging.getLogger("tcpstore_async.stores")
 
 HOLD_PORT: Final = "TCPSTORE_HOLD_PORT"
-"""Environment variable: 0 holds nothing."""
+"""Environment variable: with 0, no port is held."""
 
 _BACKLOG: Final = 8
-"""Connections that wait to be reset: with 0, the second of those that come while this process does not run Python would
-hang."""
+"""Connections that wait to be accepted: with 0, the second one would hang while this process does not run Python."""
 
 _OPEN_SECONDS: Final = 0.1
-"""Until a connection is reset. At once, some would be before `connect` has returned, which would fail."""
+"""Seconds until a connection is reset. A reset before the peer's `connect` returns would make that fail."""
 
 _MOST_OPEN: Final = 64
-"""Connections; those in excess are reset earlier."""
+"""Connections that are open at once; older ones are reset earlier."""
 
 _RESET: Final = struct.pack("ii", 1, 0)
-
 
 _STOP_SECONDS: Final = 1.0
 """Seconds that `close` waits for the loop."""
 
 
 class HeldPort:
-    """A socket that listens on a port of this host's addresses of both families."""
+    """A socket that listens on a port of all addresses of this host, of both families."""
 
     def __init__(self, port: int) -> None:
-        """Raises OSError if the port cannot be had."""
+        """Raises OSError if the port is in use."""
         self._listener = close_on_fork(_listen(port))
         self._fd = self._listener.fileno()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,8 +53,8 @@ class HeldPort:
         self._peers: deque[socket.socket] = deque()
 
     def reset_peers(self) -> None:
-        """From now on, reset whoever connects."""
-        background.carry(self)
+        """Start to accept and reset connections."""
+        background.add_service(self)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is None and self._listener.fileno() >= 0:
@@ -83,7 +81,7 @@ class HeldPort:
             background.call_soon(self.finish)
             self._closed.wait(_STOP_SECONDS)
         self._listener.close()
-        background.drop(self)
+        background.remove_service(self)
 
     def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(OSError):
@@ -98,7 +96,7 @@ class HeldPort:
 
 
 def hold(port: int) -> HeldPort | None:
-    """Return what shows a number as taken, if that is free and wanted; the log says why not."""
+    """Hold a port; return None if TCPSTORE_HOLD_PORT is 0 or the port is in use, which is logged."""
     if os.environ.get(HOLD_PORT) == "0":
         return None
     try:
@@ -109,14 +107,14 @@ def hold(port: int) -> HeldPort | None:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on a port of every address, and whose connections are reset when they are closed."""
+    """Return a socket that listens on a port of every address. Closing a connection that it accepts resets it."""
     family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     listener = socket.socket(family)
     try:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # those that it accepts have it, too
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # accepted connections inherit it
         listener.setblocking(False)
         listener.bind((address, port))
         listener.listen(_BACKLOG)

@@ -1,8 +1,8 @@
-"""Whether an agent comes too late: its job has ended successfully, and it would run it again alone.
+"""Late agents: their job has ended successfully, and they would run it again alone.
 
-What is known of an agent is to which run of its job it belongs, if its scheduler or its user says so, and when its
-process began. This module decides from these and from what the server remembers (`agents.Ended`); it must not know how
-agents meet, nor PyTorch.
+The scheduler or the user may tell the run of its job that an agent belongs to; its process has a start time. From these
+and the end that the server remembers (`agents.Ended`), this module decides. It must not know how agents meet, nor
+PyTorch.
 
 Invariant: an agent that may belong to a new run of the job is not late.
 """
@@ -19,29 +19,30 @@ _STEP: Final = "SLURM_STEP_ID"
 _VARIABLES: Final = ("SLURM_JOB_ID", _STEP, "SLURM_RESTART_COUNT", ATTEMPT)
 
 _DEFAULT_ID: Final = "none"
-"""The id of a job for which torchrun was given none."""
+"""torchrun's default id of a job."""
 
 _MOST_HOSTS: Final = 8
+"""Hosts that a text lists."""
 
 _imported: Final = time.monotonic()
 
 
 class Origin(NamedTuple):
-    """Where an agent comes from."""
+    """The run and the age of an agent."""
 
     run: str
-    """To which run of its job it belongs: the same text for all agents of a run; empty if it is not known."""
+    """Text that identifies the run of its job; empty if it is unknown."""
     said: str
-    """What says so, for messages."""
+    """The variables that the run was taken from, for messages."""
     age: float
-    """Seconds since its process began. (A time of day would have to be compared with another host's.)"""
+    """Seconds since its process started. (Times of day of different hosts would have to be compared.)"""
 
 
 def own_origin(run_id: str) -> Origin:
-    """Return where this process's agents of a job come from.
+    """Return the origin of this process's agents of a job.
 
-    A batch script may start one run after the other: without a step, only the user can tell them apart. So may a step
-    start one job after the other under torchrun's default id, which nobody has chosen for either.
+    A batch job may start several runs: without a step, only the user can tell them apart. Likewise, a step may start
+    several jobs under torchrun's default id.
     """
     said = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
     known = bool((os.environ.get(_STEP) and run_id != _DEFAULT_ID) or os.environ.get(ATTEMPT))
@@ -50,7 +51,7 @@ def own_origin(run_id: str) -> Origin:
 
 
 def _age() -> float:
-    """Return the seconds since this process began; where the system does not tell, since this module was imported."""
+    """Return the seconds since this process started; where the system does not tell, since this module's import."""
     try:
         with open("/proc/self/stat") as file:
             began = int(file.read().rpartition(")")[2].split()[19]) + 1
@@ -60,7 +61,7 @@ def _age() -> float:
 
 
 def why_late(origin: Origin, ended: Ended) -> str:
-    """Return why an agent is too late for a job that has ended; empty if it may begin the job anew."""
+    """Return why an agent is too late for a job that has ended; empty if it may start the job again."""
     runs = {named_run(name) for name in ended.agents}
     if origin.run and any(runs):
         return f"this agent belongs to the same run ({origin.said})" if origin.run in runs else ""
@@ -68,7 +69,7 @@ def why_late(origin: Origin, ended: Ended) -> str:
 
 
 def describe_end(run_id: str, ended: Ended) -> str:
-    """Return which job has ended, when and where."""
+    """Return text with the id of a job that has ended, and when and where it did."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - ended.since))
     hosts = list(dict.fromkeys(map(named_host, ended.agents)))
     more = len(hosts) > _MOST_HOSTS or ended.count > len(ended.agents)

@@ -1,7 +1,7 @@
-"""Whether the address that a master was given is one of its machine, which hosts the server.
+"""Whether the address that a master was given belongs to its machine, which hosts the server.
 
-It knows addresses and the log; it must not know how connections are made. A connection that is made in time costs
-nothing, as an address elsewhere may well be forwarded to here.
+It knows addresses and the log; it must not know how connections are made. Nothing is checked if the connection is made
+in time: another machine's address may well be forwarded to this one.
 """
 
 import logging
@@ -16,21 +16,21 @@ from ..client.admin import is_local
 log = logging.getLogger("tcpstore_async.stores")
 
 _SLOW_SECONDS: Final = 1.0
-"""Without a connection, until the address is checked."""
+"""Seconds without a connection until the address is checked."""
 
 
 class OwnAddress:
-    """The address by which a master reaches its own server."""
+    """The address at which a master reaches its own server."""
 
     def __init__(self, host: str, port: int) -> None:
         self.fault = ""
-        """What is wrong with it, as far as known."""
+        """What is wrong with the address; empty if nothing is known to be."""
         self._host = host
         self._port = port
         self._due = time.monotonic() + _SLOW_SECONDS
 
     def wait(self) -> bool:
-        """Go on waiting for the connection, and have the log say if the address is none of this machine."""
+        """Return True, to keep trying; once that takes long, log a warning if the address is not this machine's."""
         if time.monotonic() >= self._due:
             self._due = math.inf
             threading.Thread(target=self._check, name=f"lookup of {self._host}", daemon=True).start()
@@ -40,7 +40,7 @@ class OwnAddress:
         try:
             socket.getaddrinfo(self._host, self._port)
         except (OSError, ValueError):
-            return  # it may be known later; else the last error says it
+            return  # the name may be known later; if not, the last error of the connection says so
         if is_local(self._host):
             return
         self.fault = (

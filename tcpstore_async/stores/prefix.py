@@ -1,7 +1,7 @@
 """PrefixStore: a view of another store, with a prefix before every key.
 
-Invariant: every call becomes one call of the same method of the underlying store, so that its optimized methods are
-used. Values are passed on as bytes, as PyTorch's PrefixStore does: a user-defined store may accept nothing else.
+Invariant: every call becomes one call of the same method of the underlying store, which may have optimized it. Values
+are passed on as bytes, as by PyTorch's PrefixStore, because a user-defined store may accept nothing else.
 """
 
 from collections.abc import Iterable, Sequence

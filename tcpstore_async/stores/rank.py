@@ -1,7 +1,7 @@
 """How a rank joins: once, and on the server of its own round.
 
-The module knows PyTorch's counter of workers, what the server's owner announces, and when a join may be sent again. It
-must not know who hosts the server or how connections are made.
+It knows PyTorch's counter of workers, the number of ranks that the server's owner announces, and when a join may be
+sent again. It must not know how servers are hosted or connections made.
 
 Invariants: a server of ours counts a rank once (`keyspace/joins.py`), however many connections that takes; PyTorch's
 never counts it twice. Repeated joins back off.
@@ -22,19 +22,20 @@ from ..wire.values import unpack
 log = logging.getLogger("tcpstore_async.stores")
 
 _ROUND_SECONDS: Final = 10.0
-"""Seconds that a rank waits at most if it may have joined the server of an earlier round."""
+"""Longest wait in seconds of a rank that may have joined the server of an earlier round."""
 
 _MOST_LOSSES: Final = 8
-"""Connections in a row that a server may close during a join before that is an error."""
+"""Connections closed by a server in a row, during a join, that are an error."""
 
 _NOTABLE_LOSSES: Final = 2
-"""Losses from which on the error mentions them."""
+"""Losses from which the error mentions them."""
 
-_YES: Final = ("1", "t", "true", "y", "yes")
+YES: Final = ("1", "t", "true", "y", "yes")
+"""Values of TORCHELASTIC_USE_AGENT_STORE that PyTorch takes for true, in lower case."""
 
 
 def new_token() -> bytes:
-    """Return a token by which one rank is counted."""
+    """Return a new token, under which one rank is counted once."""
     return os.urandom(16)
 
 
@@ -42,7 +43,7 @@ class Rank:
     """A rank that joins a world of a given size, if need be over several connections."""
 
     def __init__(self, world: int, is_master: bool, deadline: Deadline, token: bytes = b"") -> None:
-        """With a `token`, the rank may have been counted by it already."""
+        """`token` is one under which the rank may have been counted already."""
         self.world = world
         self.is_master = is_master
         self.deadline = deadline
@@ -51,14 +52,14 @@ class Rank:
         self._token = token or new_token()
         self._instance = ""
         self._counted = False
-        """Whether a server of PyTorch may have counted this rank, so that the join must not be sent again."""
+        """Whether PyTorch's server may have counted this rank, so that the join must not be sent again."""
         self._has_waited = False
         """Whether it has waited long enough for a newer round."""
 
     def join(self, client: TCPClient) -> bool:
-        """Be counted; return whether the server is that of this rank's round. Raises DistNetworkError."""
+        """Join; return whether the server is that of this rank's round. Raises DistNetworkError."""
         if not self._is_ours(client):
-            self._counted = True
+            self._counted = True  # before the request, whose reply may be lost
             client.call(requests.count(1), self._deadline())
             return True
         joined = client.call(requests.join(self._token), self._deadline())
@@ -67,11 +68,11 @@ class Rank:
         return joined <= self.world or self._belongs(client, 0)
 
     def may_join(self, client: TCPClient) -> bool:
-        """Return whether the server is that of this rank's round, before it is counted."""
+        """Return whether the server is that of this rank's round, before joining."""
         return not self._is_ours(client) or self._belongs(client, 1)
 
     def pause(self) -> bool:
-        """Wait before the next connection after a lost one; return False if there must be none."""
+        """Wait after a lost connection before the next; return False if there must be none."""
         self.losses += 1
         if self._counted or self.is_master or self.losses >= _MOST_LOSSES or self.deadline.passed():
             return False
@@ -104,13 +105,13 @@ class Rank:
         return Deadline.of_a_call(timeout, self.deadline.began if timeout else None)
 
     def _belongs(self, client: TCPClient, coming: int) -> bool:
-        """Return whether to stay on a server that has more ranks than the world.
+        """Return whether to stay on a server that has more ranks than the world, with `coming` still to be counted.
 
         Its owner may host it for another world size or expect more ranks, or this rank may replace a lost one.
         Otherwise the rank may be early for the next round: it waits until the owner expects more ranks or the server
         stops. If neither happens for long, it is one rank too many and stays, as in PyTorch.
         """
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _YES
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in YES
         if self.is_master or self._has_waited or self.world == 1 or agents:  # a world of one has its master only
             return True
         there = client.call(requests.join(b""), self._deadline()) + coming

@@ -1,7 +1,7 @@
 """Rendezvous by URL: tcp://, tcps://, env://, file:// and registered schemes give a store, a rank and a world size.
 
-Invariant: a URL and an environment mean what they mean in PyTorch, errors included; extensions are opt-in by variables
-and parameters of their own (TCPSTORE_JOIN, `join`). This module must not know how stores work.
+Invariant: a URL and an environment mean the same as in PyTorch, errors included; extensions are opt-in and have their
+own variables and parameters (TCPSTORE_JOIN, `join`). This module must not know how stores work.
 """
 
 import os
@@ -23,7 +23,7 @@ from .tcp import TCPStore
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 
 ROUND_VARIABLE: Final = "TCPSTORE_ROUND"
-"""Set by our torchrun handler for its workers: the name of their round, the same for all of them and never reused."""
+"""Environment variable that our torchrun handler sets for workers: the name of their round, which is never reused."""
 
 Found = tuple[Store, int, int]
 """The store, this process's rank and the world size."""
@@ -45,11 +45,11 @@ class Place(NamedTuple):
     """Whether to use TLS; None leaves it to TCPSTORE_TLS."""
 
     def hosts(self) -> bool:
-        """Whether this process should host the server."""
+        """Return whether this process hosts the server."""
         return self.rank == 0 and not self.prefix and not self.agent_hosts()
 
     def agent_hosts(self) -> bool:
-        """Whether torchrun's agent hosts the server."""
+        """Return whether torchrun's agent hosts the server."""
         return _is_agent_address(self.host, self.port)
 
 
@@ -71,9 +71,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
     A `rank` or `world_size` of -1 is taken from the URL or the environment. The option `timeout`, 30 minutes by
     default, applies to the rendezvous and to the store.
 
-    Raises what PyTorch raises, with the same texts: RuntimeError for an unknown scheme, AssertionError if rank or world
-    size are given twice, ValueError if a parameter is missing or not a number, and the errors of the stores. A second
-    `next()` raises RuntimeError.
+    Raises the same errors as PyTorch, with the same texts: RuntimeError for an unknown scheme, AssertionError if the
+    rank or the world size is given twice, ValueError if a parameter is missing or not a number, and the errors of the
+    stores. A second `next()` raises RuntimeError.
     """
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
@@ -127,7 +127,7 @@ def read_tcp(url: str) -> Place:
 
 
 def read_env(url: str) -> Place:
-    """Parse env://, which uses MASTER_ADDR, MASTER_PORT and, unless in the query, RANK and WORLD_SIZE.
+    """Parse env://, which uses MASTER_ADDR, MASTER_PORT and, unless the query has them, RANK and WORLD_SIZE.
 
     Raises ValueError.
     """
@@ -160,7 +160,7 @@ def _with_ranks(url: str, parts: ParseResult, rank: int, world_size: int) -> Par
 
 
 def _query(text: str) -> dict[str, str]:
-    """Parse a query as PyTorch does: the last of equal names counts, nothing is unquoted. Raises IndexError."""
+    """Parse a query as PyTorch does: the last of equal names wins, and nothing is unquoted. Raises IndexError."""
     parameters = {}
     for pair in filter(None, text.split("&")):
         name, *values = pair.split("=")
@@ -207,9 +207,9 @@ def _error(scheme: str, text: str) -> ValueError:
 
 
 def _is_agent_address(host: str, port: int) -> bool:
-    """Whether torchrun's agent hosts the server at this address, by the rule of PyTorch's rendezvous since 2.15.
+    """Return whether torchrun's agent hosts the server at this address, by the rule of PyTorch's rendezvous since 2.15.
 
-    TCPStore's own rule is another one: `stores.tcp._is_agent_port`.
+    TCPStore has another rule: `stores.tcp._is_agent_port`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -217,7 +217,7 @@ def _is_agent_address(host: str, port: int) -> bool:
 
 
 def _job_prefix() -> str:
-    """Return the prefix that separates this attempt of this job from all others on the same server."""
+    """Return the prefix that separates this attempt of this job from all others on a server."""
     job = os.environ.get("TCPSTORE_JOB") or os.environ.get("TORCHELASTIC_RUN_ID")
     if not job:
         raise ValueError("joining a running server requires a job name that is unique on that server: set TCPSTORE_JOB")
@@ -236,7 +236,7 @@ def _attempt() -> str:
         return round_name
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        # Each agent counts only the restarts that its own workers caused.
+        # Each agent counts only the restarts that its own workers have caused.
         raise ValueError(
             "cannot join a running server from several torchrun agents: torchrun provides no value that all workers "
             "share and that changes with each restart. Use --rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT to a "
@@ -272,7 +272,7 @@ def _open_file(place: FilePlace, timeout: Timeout) -> FileStore:
 def make_handlers(
     open_store: Callable[[Place, Timeout], S], open_file: Callable[[FilePlace, Timeout], S]
 ) -> dict[str, Callable[..., Iterator[tuple[S, int, int]]]]:
-    """Return handlers of tcp://, tcps://, env:// and file:// URLs, by scheme, whose stores these functions open."""
+    """Return handlers of tcp://, tcps://, env:// and file:// URLs, keyed by scheme, that open stores with these."""
     return {
         "tcp": _handler(read_tcp, open_store, "re-rendezvous using tcp://"),
         "tcps": _handler(read_tcp, open_store, "re-rendezvous using tcps://"),

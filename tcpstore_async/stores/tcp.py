@@ -1,8 +1,8 @@
 """TCPStore: a store whose keys are kept by a server.
 
-It knows PyTorch's constructor, who hosts the server, how ranks join, and which methods block. It must not know bytes on
-the wire or sockets. Invariant: a store that was created has joined the server of its own round; a constructor that
-fails leaves nothing behind.
+It knows PyTorch's constructor, which rank hosts the server, how ranks join, and which methods block. It must not know
+bytes on the wire or sockets. Invariant: a store that was created has joined the server of its own round; a constructor
+that fails leaves nothing behind.
 """
 
 import functools
@@ -59,25 +59,25 @@ from ..wire.values import unpack
 from .base import Store
 from .held_port import HeldPort, hold
 from .own_address import OwnAddress
-from .rank import Rank
+from .rank import YES, Rank
 
 log = logging.getLogger("tcpstore_async.stores")
 
 TOKEN_KEYS: Final = "TCPSTORE_TOKEN_KEYS"
 """Environment variable: the file of the keys with which a master's server checks tokens."""
 
-_LAST_LOOK: Final = 0.2
-"""Seconds beyond the timeout for finding out how many ranks have joined."""
+_COUNT_SECONDS: Final = 0.2
+"""Seconds beyond the timeout for asking how many ranks have joined."""
 
 _POLL_SECONDS: Final = 0.01
-"""Seconds between two requests of a master to a stock server for the number of ranks, as PyTorch's does it."""
+"""Seconds between a master's requests for the number of ranks on PyTorch's server, as in PyTorch."""
 
 _FREE_NAMES: Final = 64
 """Names that a master of port 0 tries."""
 
 _CHECKS_AT_ONCE: Final = 512
-"""Requests in one batch. PyTorch's legacy server stops reading from a peer that does not read; their replies fit any
-socket buffer."""
+"""Requests of one batch, whose replies fit any socket buffer: PyTorch's legacy server stops reading from a peer that
+does not read."""
 
 
 class TCPStore(Store):
@@ -85,24 +85,24 @@ class TCPStore(Store):
 
     The server runs in a separate process and listens on every interface, until the last store that owns it is closed or
     its owner ends. With `world_size` and `wait_for_workers`, the master's constructor returns once that many ranks have
-    joined, and every other rank's once that rank has. All of it takes at most `timeout` (a timedelta or seconds), which
-    also applies to later calls.
+    joined, and every other rank's once that rank has. The constructor takes at most `timeout` (a timedelta or seconds),
+    which also applies to later calls.
 
-    Every connection presents the `token`, which is by default that of TCPSTORE_TOKEN or of the file
-    TCPSTORE_TOKEN_FILE; without one, none is presented. A master's server then lets in only those who present the same
-    token, or that of the environment. With `token_keys`, by default the file that TCPSTORE_TOKEN_KEYS names, it lets in
-    those with a token signed by a key of that file, and a master without a token makes its own. `require_auth` says who
-    must have one: `all`, connections from other hosts (`remote`), or nobody (empty). With the token "" and without keys
-    it checks nothing.
+    Every connection presents the `token`, if there is one; by default it is that of TCPSTORE_TOKEN, or of the file
+    TCPSTORE_TOKEN_FILE. A master's server then admits only clients with the same token, or that of the environment.
+    With `token_keys`, by default the file that TCPSTORE_TOKEN_KEYS names, it admits tokens signed by a key of that
+    file, and a master without a token makes its own. `require_auth` says which clients need a token: `all`, those from
+    other hosts (`remote`), or none (empty). With the token "" and without keys, the server checks nothing.
 
     `tls` encrypts the connections of this store, and has a master's server offer TLS beside plain connections; None
-    does if the environment variable TCPSTORE_TLS is 1. TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name the files.
+    means if the environment variable TCPSTORE_TLS is 1. TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name the files.
 
     With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT`, the address of the
-    store is a name on that server: nothing is bound, the master owns the store, and the others wait until there is one.
-    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. `host` and
-    `port` are those of a port that the server has for the store, for clients on other hosts that can say no name, if it
-    has one; not if only the server's address is one on loopback. An empty `server` leaves the address an address.
+    store is a name on that server: nothing is bound, the master owns the store, and the other ranks wait until it
+    exists. `bind_host` has no effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. If the
+    server has a port for the store, for clients on other hosts that cannot enter a named store, `host` and `port` are
+    that port's; not if the server's address is on loopback and the store's is not. With an empty `server` the address
+    is an address.
 
     Raises DistNetworkError if the server cannot be reached or its address or name is in use, StoreTimeoutError if it
     does not reply, DistStoreError if not all ranks have joined in time, and AccessDeniedError if the server refuses the
@@ -113,28 +113,32 @@ class TCPStore(Store):
     """Whether the server may run in a thread of this process."""
 
     _began: float | None = None
-    """When the constructor's time began, on the monotonic clock; None if that is now."""
+    """When the timeout of the constructor began, on the monotonic clock; None means now."""
 
     _rank_token = b""
-    """By which the rank may have been counted already; empty if it was not."""
+    """Token with which the rank may have been counted already; empty if it was not."""
 
     _server: ServerUrl | None = None
     """The server on which this store has a name, if it has one."""
 
     _owns = False
-    """Whether this store is the owner of the one with that name."""
+    """Whether this store owns the named store."""
 
     _refused_is_final = False
-    """Whether a server that refuses the connection is gone, rather than still to come."""
+    """Whether a refused connection means that the server is gone, not that it is still to come."""
 
     _shares = ""
-    """By what it shares that with other stores of this process."""
+    """Key under which stores of this process share the ownership (`multi_tenant`)."""
 
     _held: HeldPort | None = None
-    """What shows the number of that name as taken on this host."""
+    """Keeps the port of that name from being taken for free on this host."""
 
     _ending: "weakref.finalize[Any, TCPStore] | None" = None
-    """Ends the store when the process does, if this is its owner."""
+    """Ends the named store with the process, if this store owns it."""
+
+    _client: TCPClient | None = None
+    _tls: ClientTls | None = None
+    _hosted: ServerHandle | None = None
 
     def __init__(
         self,
@@ -155,9 +159,6 @@ class TCPStore(Store):
         require_auth: str = ALL,
         server: str | None = None,
     ) -> None:
-        self._client: TCPClient | None = None
-        self._tls: ClientTls | None = None
-        self._hosted: ServerHandle | None = None
         _remember(self)
         super().__init__(timeout)
         self._token = find_token(token)
@@ -185,26 +186,15 @@ class TCPStore(Store):
                 self._use_name(port, ranks if wait_for_workers else None, deadline, master_listen_fd)
                 return
             if is_master:
-                backend = "uv" if self._libuv else "threaded"
                 tokens = self._host_tokens(port, token_keys, require_auth)
-                self._hosted = _host(
-                    port,
-                    bind_host,
-                    master_listen_fd,
-                    multi_tenant,
-                    backend,
-                    self._may_be_thread,
-                    deadline.left(),
-                    files,
-                    tokens,
-                )
+                self._hosted = self._host(port, bind_host, master_listen_fd, multi_tenant, deadline, files, tokens)
             hosted = self._hosted
             self.host = host_name
             self.port = port if hosted is None else hosted.port
             if hosted is not None and ranks is not None:
                 if wait_for_workers:
                     hosted.announce(ranks, self._most_connections(ranks))
-                else:  # perhaps not all come, or not at once: what keeps them out is logged only
+                else:  # not all ranks may come, or not at once, so a lack of capacity is only logged
                     hosted.check_capacity(ranks, self._most_connections(ranks))
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
             if hosted is not None:
@@ -244,7 +234,7 @@ class TCPStore(Store):
                 _wait_for_workers(self._client, ranks, deadline)
 
     def _publish(self, client: TCPClient) -> None:
-        """Have `host` and `port` be those of the store's port at the server, unless its name is of more use."""
+        """Set `host` and `port` to the store's port at the server, unless more hosts can use the store's name."""
         name = client.name
         if self._server is None or name is None or not name.port:
             return
@@ -252,13 +242,13 @@ class TCPStore(Store):
             self.host, self.port = self._server.host, name.port
 
     def _free_number(self) -> int:
-        """Return a number for a name that is not likely to be in use, in place of port 0."""
+        """Return a port number for a name, in place of port 0, that is probably not in use."""
         with suppress(OSError), socket.create_server(("", 0)) as free:
             return int(free.getsockname()[1])
         return random.randrange(1024, 65536)
 
     def _name(self, ranks: int | None) -> StoreName | None:
-        """Return the name of this store for a new client of it, if it has one."""
+        """Return the name of this store for a new client, if it has one."""
         if self._server is None:
             return None
         name = StoreName.at(self.host, self.port, self._owns, attempt_from_environment())
@@ -271,8 +261,8 @@ class TCPStore(Store):
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
         """Connect and, with a number of ranks, join.
 
-        A connection lost in between may have led to the previous round's server as it stopped. A server of ours counts
-        a rank once, so a join is the one command that is sent again.
+        If the connection is lost in between, it may have been to the previous round's server as it stopped. Our servers
+        count a rank once, so the join is sent again.
         """
         rank = (
             None if ranks is None else Rank(ranks, self._owns or self._hosted is not None, deadline, self._rank_token)
@@ -320,17 +310,50 @@ class TCPStore(Store):
                 raise
 
     def _most_connections(self, ranks: int) -> int:
-        """Return how many connections so many ranks need at once."""
+        """Return the number of connections that this many ranks need at once."""
         return ranks
 
     def _check_tls(self) -> None:
-        """Raise an error if this store cannot use TLS."""
+        """Raise DistNetworkError if this store cannot use TLS."""
 
     def _check_tokens(self) -> None:
-        """Raise an error if this store cannot present a token to a server that requires one."""
+        """Raise AccessDeniedError if this store cannot present a token to a server that requires one."""
+
+    def _host(
+        self,
+        port: int,
+        bind_host: str | None,
+        listen_fd: int | None,
+        multi_tenant: bool,
+        deadline: Deadline,
+        files: TlsFiles | None,
+        tokens: HostTokens | None,
+    ) -> ServerHandle | None:
+        """Host a server; return None if torchrun's agent hosts one at this address, as in PyTorch."""
+        try:
+            if files is not None and not (files.cert and files.key):
+                raise DistNetworkError(
+                    f"a server with TLS needs a certificate and its key: set {CERT} and {KEY} for the rank that hosts "
+                    "it"
+                )
+            return host(
+                port,
+                bind_host=bind_host,
+                listen_fd=listen_fd,
+                multi_tenant=multi_tenant,
+                backend="uv" if self._libuv else "threaded",
+                may_be_thread=self._may_be_thread,
+                timeout=deadline.left(),
+                tls=files,
+                tokens=tokens,
+            )
+        except DistNetworkError:
+            if _is_agent_port(port) and listen_fd is None:
+                return None
+            raise
 
     def _host_tokens(self, port: int, given: str | os.PathLike[str] | None, require_auth: str) -> HostTokens | None:
-        """Return what the server of this master checks tokens with, and have this store present one."""
+        """Return the tokens and keys that this master's server checks, and have this store present a token."""
         if require_auth not in ("", REMOTE, ALL):
             raise ValueError(f"require_auth must be '', {REMOTE!r} or {ALL!r}, not {require_auth!r}")
         keys = os.path.abspath(os.fspath(given)) if given else ""
@@ -372,8 +395,6 @@ class TCPStore(Store):
         store.host = client.host
         store.port = client.port
         store._client = client
-        store._server = None
-        store._hosted = None
         store._libuv = libuv
         return store
 
@@ -396,8 +417,8 @@ class TCPStore(Store):
         """Close the connections and stop the server, if this is the last store that owns it.
 
         Calls in progress in other threads fail. The port is free on return; ranks that are still connected have 10
-        seconds to finish. A server of ours has executed all writes by then, unless it does not answer within a second,
-        which is logged.
+        seconds to finish. A server of ours has executed all writes on return; if it does not answer within a second,
+        that is logged.
         """
         client, hosted = self._client, self._hosted
         if self._held is not None:  # first: the next store of that name holds the number
@@ -411,8 +432,7 @@ class TCPStore(Store):
             hosted.release()
 
     def __del__(self) -> None:
-        client = getattr(self, "_client", None)
-        if client is not None and not client.closed:
+        if self._client is not None and not self._client.closed:
             warnings.warn(f"a TCPStore was not closed: {self!r}", ResourceWarning, source=self, stacklevel=1)
             self.close()
 
@@ -433,9 +453,8 @@ class TCPStore(Store):
         client = self._connection()
         name = stored_key(key)
         request, seconds, began = requests.wait([name]), self._timeout, time.monotonic()
-        if (
-            client.extended(request, seconds, began) and seconds
-        ):  # a single check must not be cancelled once it has a value
+        # A timeout of 0 is a single check: cancelling a FETCH would drop a value that is on its way.
+        if client.extended(request, seconds, began) and seconds:
             return unpack(client.call_blocking(requests.fetch(name), seconds, began=began))
         return unpack(client.call_blocking(request, seconds, requests.get(name), began))
 
@@ -480,7 +499,7 @@ class TCPStore(Store):
         return True
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
-        """Find missing keys by CHECKs, many per round trip: every server knows them, and the replies are short."""
+        """Find missing keys with CHECKs, many per round trip: every server has CHECK, and the replies are short."""
         batch = [requests.check([name]) for name in stored_keys(keys)]
         absent: list[int] = []
         for start in range(0, len(batch), _CHECKS_AT_ONCE):
@@ -507,7 +526,7 @@ class TCPStore(Store):
         lease = requests.lease(name, bool(block) and seconds != 0)
         popped: list[bytes | None] = []
         try:
-            # `+=` stores the item in the step that returns it: in between, an interrupt could lose it.
+            # `+=` stores the item in the step that returns it, so that no interrupt loses it.
             popped += map(client.pop, (lease,), (seconds,), (began,))
             if popped[0] is not None:
                 return popped[0]
@@ -554,7 +573,7 @@ class TCPStore(Store):
             self._barrier_over_keys(key, request, seconds, began)
 
     def _barrier_over_keys(self, key: Text, request: Request, seconds: float, began: float) -> None:
-        """Do as the base class, with one timeout for all requests."""
+        """Do as the base class does, with one timeout for all requests."""
         client = self._connection()
         deadline = Deadline.of_a_call(seconds, began)
         try:
@@ -573,7 +592,7 @@ class TCPStore(Store):
     def _call_blocking(
         self, request: Request, seconds: float, then: Request | None = None, began: float | None = None
     ) -> Any:
-        """Make a blocking call, once the server's identity is known, so that a further connection can be verified."""
+        """Identify the server, so that a further connection can be verified, and make a blocking call."""
         client = self._connection()
         began = time.monotonic() if began is None else began
         client.extended(request, seconds, began)
@@ -586,7 +605,7 @@ class TCPStore(Store):
         return self._supporting(capabilities.QUEUES, request, began)
 
     def _supporting(self, what: str, request: Request, began: float | None = None) -> TCPClient:
-        """Return the client if the server supports what `request` needs; another would close the connection."""
+        """Return the client if the server has what `request` needs; without it, it would close the connection."""
         client = self._connection()
         if not client.supports(what, request, began=began):
             raise capabilities.lacks(what, client.host, client.port)
@@ -594,32 +613,24 @@ class TCPStore(Store):
 
 
 _stores: Final[dict[int, "weakref.ref[TCPStore]"]] = {}
-"""All stores of this process. A plain dictionary can be copied in one step while another thread creates a store."""
+"""All stores of this process. A plain dict can be copied atomically while another thread creates a store."""
 
 
 def _remember(store: TCPStore) -> None:
-    # The callback is a C function, in which no interrupt can strike: what a callback raises is lost.
+    # A C function, so that no interrupt strikes in the callback: Python ignores the exceptions of callbacks.
     me = id(store)
     _stores[me] = weakref.ref(store, functools.partial(_stores.pop, me))
 
 
-def _forked() -> None:
-    """In a forked child: have every store open its own connections."""
+def _reset_after_fork() -> None:
+    """Have every store open its own connections in a forked child."""
     for reference in list(_stores.values()):
         store = reference()
         if store is not None and store._client is not None:
-            store._client.forked()
+            store._client.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
-
-
-def _check_server_files(files: TlsFiles) -> None:
-    """Raise DistNetworkError if these are not enough for a server."""
-    if not files.cert or not files.key:
-        raise DistNetworkError(
-            f"a server with TLS needs a certificate and its key: set {CERT} and {KEY} for the rank that hosts it"
-        )
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _use_libuv(given: bool | None) -> bool:
@@ -629,62 +640,29 @@ def _use_libuv(given: bool | None) -> bool:
     return to_bool("use_libuv", given)
 
 
-def _host(
-    port: int,
-    bind_host: str | None,
-    listen_fd: int | None,
-    multi_tenant: bool,
-    backend: str,
-    may_be_thread: bool,
-    timeout: float | None,
-    files: TlsFiles | None,
-    tokens: HostTokens | None,
-) -> ServerHandle | None:
-    """Host a server; return None if torchrun's agent hosts one at this address, as in PyTorch."""
-    try:
-        if files is not None:
-            _check_server_files(files)
-        return host(
-            port,
-            bind_host=bind_host,
-            listen_fd=listen_fd,
-            multi_tenant=multi_tenant,
-            backend=backend,
-            may_be_thread=may_be_thread,
-            timeout=timeout,
-            tls=files,
-            tokens=tokens,
-        )
-    except DistNetworkError:
-        if _is_agent_port(port) and listen_fd is None:
-            return None
-        raise
-
-
 def _is_agent_server(host: str, port: int) -> bool:
-    """Whether torchrun's agent hosts a server at this address, which is no name then."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() not in _YES:
+    """Return whether torchrun's agent hosts a server at this address, which then stands for no name."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() not in YES:
         return False
     return (host, str(port)) == (unbracketed(os.environ.get("MASTER_ADDR", "")), os.environ.get("MASTER_PORT"))
 
 
-_YES: Final = ("1", "t", "true", "y", "yes")
 _NO: Final = ("0", "f", "false", "n", "no")
 
 
 def _is_agent_port(port: int) -> bool:
-    """Whether torchrun's agent hosts the server of this port, by the rule of PyTorch's TCPStore.
+    """Return whether torchrun's agent hosts the server of this port, by the rule of PyTorch's TCPStore.
 
-    The rule of a rendezvous is another one: `rendezvous_url._is_agent_address`. Raises RuntimeError as PyTorch does if
-    a variable cannot be parsed.
+    A rendezvous has another rule: `rendezvous_url._is_agent_address`. Raises RuntimeError as PyTorch does if a variable
+    cannot be parsed.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "0").lower()
-    if agent not in _YES + _NO:
+    if agent not in YES + _NO:
         raise RuntimeError("Invalid value for environment variable: TORCHELASTIC_USE_AGENT_STORE")
     number = re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", os.environ.get("MASTER_PORT", "0"))
     if number is None:
         raise RuntimeError("Invalid value for environment variable: MASTER_PORT")
-    return agent in _YES and int(number[1]) == port
+    return agent in YES and int(number[1]) == port
 
 
 def _is_plain(client: TCPClient, name: bytes, doubts: int) -> bool:
@@ -697,12 +675,11 @@ def _is_plain(client: TCPClient, name: bytes, doubts: int) -> bool:
 
 
 def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:
-    """Block until all ranks have joined: one request on our servers, polling on PyTorch's. Raises DistStoreError."""
-    name = WORKERS_KEY
+    """Block until all ranks have joined: one request on our servers, polling on PyTorch's. Raises StoreTimeoutError."""
     try:
         if client.extended(seconds=deadline.timeout, began=deadline.began):
             left = deadline.left()
-            client.call_blocking(requests.wait_count(name, ranks), -1.0 if left is None else left)
+            client.call_blocking(requests.wait_count(WORKERS_KEY, ranks), -1.0 if left is None else left)
             return
         while _joined(client, deadline) < ranks:
             if deadline.passed():
@@ -713,10 +690,10 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
 
 
 def _not_all_joined(client: TCPClient, deadline: Deadline, ranks: int, late: StoreTimeoutError) -> StoreTimeoutError:
-    """Return the error of a rank whose wait for the others has ended with `late`."""
+    """Return the error of a rank whose wait for the others has timed out with `late`."""
     seconds = -(-in_milliseconds(deadline.timeout) // 1000)
     try:
-        joined = str(_joined(client, Deadline(_LAST_LOOK)))
+        joined = str(_joined(client, Deadline(_COUNT_SECONDS)))
     except StoreTimeoutError:
         joined = "?"
     text = f"Timed out after {seconds} seconds waiting for clients. {joined}/{ranks} clients joined."

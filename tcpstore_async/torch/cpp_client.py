@@ -1,8 +1,8 @@
 """PyTorch's own C++ client on our server.
 
-Hosting and joining are done by our side; PyTorch's rendezvous is unknown here. Two invariants: the server is never a
-thread of this process, because two methods of PyTorch's client hold the GIL while they wait and would wait for ever;
-and the C++ client has connected before this rank is counted, so that it belongs to the round in which it is counted.
+Our side hosts and joins. This module must not know PyTorch's rendezvous. Two invariants: the server is never a thread
+of this process, because two methods of PyTorch's client hold the GIL while they wait and would wait for ever; and the
+C++ client connects before this rank is counted, so that both are on the server of the same round.
 """
 
 import os
@@ -33,16 +33,17 @@ from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to
 
 _CppTCPStore: Final = dist.TCPStore
-_CppPrefixStore: Final = dist.PrefixStore
-"""As they are now: `install(classes=True)` replaces them."""
+"""PyTorch's class, which `install(classes=True)` replaces."""
 
+_CppPrefixStore: Final = dist.PrefixStore
+"""PyTorch's class, which `install(classes=True)` replaces."""
 
 _thread: Final = threading.local()
 
 
 @contextmanager
 def for_ourselves() -> Iterator[None]:
-    """Have this thread's constructor of PyTorch's `TCPStore` be PyTorch's, whatever `install` has made of it."""
+    """Bypass `install` in this thread: PyTorch's `TCPStore` has PyTorch's own constructor."""
     _thread.plain = True
     try:
         yield
@@ -51,11 +52,12 @@ def for_ourselves() -> Iterator[None]:
 
 
 def is_for_ourselves() -> bool:
+    """Return whether this thread bypasses `install`."""
     return getattr(_thread, "plain", False)
 
 
 class _Joining(TCPStore):
-    """Hosts and joins, with a C++ client beside its own that has connected before it joins."""
+    """A store that hosts and joins, with a C++ client beside its own that connects before it joins."""
 
     _may_be_thread = False
 
@@ -70,7 +72,7 @@ class _Joining(TCPStore):
     ) -> None:
         """`make` takes the arguments of PyTorch's constructor.
 
-        `all_have_two` is whether other ranks join as this one does, with a connection of our own beside the store's.
+        `all_have_two` is whether every rank joins as this one does, with a connection of ours beside the C++ client's.
         """
         self._make = make
         self._all_have_two = all_have_two
@@ -79,7 +81,7 @@ class _Joining(TCPStore):
         self.native: Any = None
         self._sockets: Sockets = frozenset()
         self._listener: socket.socket | None = None
-        """For port 0 and a store with a name: what has the number that is part of that."""
+        """For a named store with port 0, the listener whose port is part of the name."""
         self._asked = format_address(*given[:2]) if len(given) > 1 else "HOST:PORT"
         try:
             super().__init__(*given, **named)
@@ -88,11 +90,11 @@ class _Joining(TCPStore):
                 self._listener.close()
 
     def _most_connections(self, ranks: int) -> int:
-        """Ours lasts until all have joined; others close theirs once they are counted, so one more will do for all."""
+        # Ours lasts until all ranks have joined. The others close theirs once counted, so one more serves them all.
         return ranks + (2 if self._all_have_two and ranks > 1 else 1)
 
     def _free_number(self) -> int:
-        """The port of the C++ client, which the program may tell others: it has to be the one in the name."""
+        # The program may publish the C++ client's port, so it must be the one in the name.
         if self._listener is not None:
             self._listener.close()
         self._listener = listen()
@@ -100,7 +102,7 @@ class _Joining(TCPStore):
 
     def _check_tls(self) -> None:
         if self._server is not None:
-            return  # what forwards the C++ client's bytes uses it
+            return  # the port that stands for the named store uses TLS to the server
         raise DistNetworkError(
             f"PyTorch's C++ client cannot use TLS, which tcps:// or TCPSTORE_TLS=1 requires: use our client "
             f'(install(client="python") or TCPSTORE_INSTALL=python), or run `tcpstore relay --upstream '
@@ -124,16 +126,16 @@ class _Joining(TCPStore):
         return client
 
     def _joins(self, client: TCPClient, rank: Rank) -> bool:
-        # Check first: a C++ client logs when the server of the previous round closes its connection.
+        # Check first: the C++ client would log that the previous round's server closes its connection.
         if not rank.may_join(client):
             return False
         self._connect_native(client)
         return super()._joins(client, rank)
 
     def _connect_native(self, client: TCPClient | None = None) -> None:
-        """Make the C++ client: of the server, or of a port that stands for the named store that `client` is in.
+        """Create the C++ client of the server or, for a named store, of a port that stands for the store of `client`.
 
-        That is a port of the server, if it has one that this host reaches, else one on loopback.
+        That is the server's port for it, if this host can reach one, else a port on loopback.
         """
         host, port = self.host, self.port
         if self._server is not None and client is not None and client.name is not None:
@@ -150,14 +152,14 @@ class _Joining(TCPStore):
         self._sockets = sockets_to(port) - before if hosts else frozenset()
 
     def _open_port(self, server: ServerUrl, name: StoreName) -> int:
-        """Have a port on loopback stand for a store with a name."""
+        """Open a port on loopback that stands for a named store."""
         listener, self._listener = self._listener or listen(), None
         return open_port(server, name, listener)
 
     def detach_server(self, store: Any) -> NativeServer | None:
         """Close our own connections; if this rank hosts, leave the server to the C++ client `store`."""
         self.native = None
-        self._make = _CppTCPStore  # the other may refer to `store`, which must not live as long as this
+        self._make = _CppTCPStore  # the given one may refer to `store`, which must not live as long as this object
         if self._owns:
             return NativeServer(store, _Owned(self), self._sockets)
         handle = self._leave_server()
@@ -165,7 +167,7 @@ class _Joining(TCPStore):
 
 
 class _Owned:
-    """A store with a name that lasts as long as the C++ client of its owner."""
+    """A named store that lasts as long as the C++ client of its owner."""
 
     def __init__(self, store: TCPStore) -> None:
         self.port = store.port
@@ -180,11 +182,10 @@ class _Owned:
 def open_native(
     place: Place, timeout: Timeout, joined: Callable[[TCPStore], object]
 ) -> tuple[dist.Store, NativeServer | None]:
-    """Return the C++ client of a place and, on the rank that hosts, the server that runs as long as it exists.
+    """Return the C++ client of a place and, on the rank that hosts, the server that runs as long as the client exists.
 
-    `joined` is called with our own store, which is closed after that.
-
-    Under torchrun's agent, `joined` is not called if our server is there already.
+    `joined` is called with our own store, which is then closed; not under torchrun's agent if our server is there
+    already.
 
     Raises DistNetworkError and DistStoreError as TCPStore does, and RuntimeError if the server could only be a thread.
     """
@@ -216,10 +217,10 @@ def open_native(
 
 
 def _join_agents_server(place: Place, deadline: Deadline, rank_token: bytes) -> Any:
-    """Return the C++ client of the server of torchrun's agent; None if that is not ours, or on any trouble in between.
+    """Return the C++ client of the server of torchrun's agent; None if the server is not ours, or on any failure.
 
-    That server runs before its workers and as long as they do, so none of a `_Joining`'s doubts about the server's
-    round is needed here, which would take twice as many round trips.
+    That server starts before its workers and outlives them, so it cannot be that of another round, and half the round
+    trips of `_Joining` suffice.
     """
     try:
         with BriefJoin(place.host, place.port, deadline, find_token()) as brief:
@@ -240,7 +241,7 @@ def _join_agents_server(place: Place, deadline: Deadline, rank_token: bytes) -> 
 def host_native(store: Any, make: Callable[..., Any], *given: Any, **named: Any) -> NativeServer | None:
     """Host the server of a master and have `make` connect its C++ client `store` to it.
 
-    The server runs as long as that client exists. The other arguments are those of TCPStore, and so are the errors.
-    Returns None if torchrun's agent hosts at this address.
+    The server runs as long as that client exists. The other arguments and the errors are those of TCPStore. Returns
+    None if torchrun's agent hosts at this address.
     """
     return _Joining(make, *given, **named).detach_server(store)

@@ -1,7 +1,4 @@
-"""Exceptions that belong to PyTorch's tree and to ours.
-
-Whichever of the two a program catches, it catches what a store under PyTorch raises.
-"""
+"""Exceptions that derive from PyTorch's classes and from ours, so that a program can catch either."""
 
 import traceback
 from contextlib import suppress
@@ -29,7 +26,7 @@ class AccessDeniedError(errors.AccessDeniedError, DistStoreError):
 
 
 class ConnectionDeniedError(errors.ConnectionDeniedError, AccessDeniedError, DistNetworkError):
-    """That is why the connection was closed; a `torch.distributed.DistNetworkError` too."""
+    """The server closed the connection for lack of access; a `torch.distributed.DistNetworkError`, too."""
 
 
 class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
@@ -55,10 +52,10 @@ _JOINT: Final[dict[type[errors.DistError], type[errors.DistError]]] = {
 
 
 def forget_locals(error: BaseException) -> None:
-    """Clear the local variables of our frames that an error has passed, so that nobody who looks at them meets a store.
+    """Clear the local variables of our frames in an error's tracebacks, so that a debugger does not print a store.
 
-    PyTorch's C++ objects that were not made to the end crash whoever prints them. Frames that are still being executed
-    are left alone.
+    Printing one of PyTorch's C++ objects whose constructor failed crashes. Frames that are still being executed are
+    left alone.
     """
     seen = set()
     errors: list[BaseException | None] = [error]
@@ -75,7 +72,7 @@ def forget_locals(error: BaseException) -> None:
 
 
 def joint(error: Exception) -> Exception:
-    """Return the same error as an instance of PyTorch's class too, if it has one."""
+    """Return the error as an instance of PyTorch's class, too, if there is one."""
     if isinstance(error, dist.DistError):
         return error
     for kind in type(error).__mro__:

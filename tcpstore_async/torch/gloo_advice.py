@@ -1,7 +1,7 @@
-"""Log that a large gloo group is about to send many requests that a switch of PyTorch's would avoid.
+"""Log advice when a large gloo group is about to send many requests that a switch of PyTorch's would avoid.
 
-`base/gloo_switches.py` says which switches and why. Nothing is changed here; how a group is made is not known, and of
-stores only whether the requests leave the process.
+`base/gloo_switches.py` has the switches and the reasons. This module changes nothing; it must not know how groups are
+made, and of stores only whether the requests leave the process.
 """
 
 import functools
@@ -20,7 +20,7 @@ log = logging.getLogger("tcpstore_async.torch")
 
 
 def follow_groups(replaced: Monkeypatch) -> None:
-    """Have gloo groups give advice when they are made, if this PyTorch has gloo."""
+    """Have the constructor of gloo groups log advice, if this PyTorch has gloo."""
     group = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if group is not None:
         replaced.replace(group, "__init__", constructor(vars(group)["__init__"]))
@@ -55,7 +55,7 @@ def _advise(store: Any = None, rank: Any = -1, size: Any = 0, *given: Any, **nam
 
 
 def _is_within_process(store: Any) -> bool:
-    """Return whether a store is a HashStore, which nobody else uses, whatever prefixes its keys get."""
+    """Return whether a store is a HashStore, perhaps under prefixes, whose requests stay in this process."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, dist.HashStore)

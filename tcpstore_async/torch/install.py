@@ -1,7 +1,7 @@
-"""Make PyTorch take its stores from here without a change to the program.
+"""Make PyTorch use our stores without a change to the program.
 
-This module replaces entries of PyTorch's table of rendezvous handlers and, if asked, its store classes; `uninstall`
-leaves PyTorch as it was. How a store works, how a server is started and when a store is closed is decided elsewhere.
+This module replaces entries of PyTorch's table of rendezvous handlers and, on request, its store classes; `uninstall`
+restores PyTorch. It must not know how stores work, how servers are started, or when stores are closed.
 """
 
 import functools
@@ -28,10 +28,10 @@ _CLASSES: Final = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _CLIENTS: Final = ("native", "python")
 
 _rendezvous: Final = importlib.import_module("torch.distributed.rendezvous")
-"""The module, whose name in `torch.distributed` is its function's."""
+"""The module; in `torch.distributed` its name means its function."""
 
 _CppTCPStore: Final[Any] = dist.TCPStore
-"""As it is now: `install(classes=True)` replaces it."""
+"""PyTorch's class, which `install(classes=True)` replaces."""
 
 Found = tuple[dist.Store, int, int]
 
@@ -41,13 +41,13 @@ log = logging.getLogger("tcpstore_async.torch")
 
 
 def install(client: str = "native", classes: bool = False) -> None:
-    """Make `init_process_group`, `init_device_mesh` and `init_rpc` take tcp://, env:// and file:// from here.
+    """Make `init_process_group`, `init_device_mesh` and `init_rpc` use our stores for tcp://, env:// and file://.
 
-    Rank 0 hosts our server in a process of its own. The client that PyTorch gets is its own C++ client or, with
-    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` would host a server, as in torchrun's agent, it
-    becomes a client of our server instead. With `classes`, `torch.distributed.TCPStore` and the other store classes are
-    replaced by ours, for programs that make stores themselves. May be called again, also with other arguments. Not
-    every rank of a world needs it. Raises ValueError if `client` is neither "native" nor "python".
+    Rank 0 hosts our server in a process of its own. PyTorch gets its own C++ client or, with `client="python"`, ours.
+    Wherever else PyTorch's own `TCPStore` would host a server, as in torchrun's agent, it becomes a client of our
+    server instead. With `classes`, ours replace `torch.distributed.TCPStore` and the other store classes, for programs
+    that create stores themselves. May be called again, also with other arguments. Not every rank of a world needs it.
+    Raises ValueError if `client` is neither "native" nor "python".
     """
     if client not in _CLIENTS:
         raise ValueError(f"client must be native or python, not {client!r}")
@@ -66,7 +66,7 @@ def install(client: str = "native", classes: bool = False) -> None:
 def uninstall() -> None:
     """Restore PyTorch as it was before `install`.
 
-    Process groups and RPC that use our stores go on: until the last of them has ended, `destroy_process_group` and
+    Process groups and RPC that use our stores continue: until the last of them has ended, `destroy_process_group` and
     `rpc.shutdown` still close the stores that were opened for them.
     """
     _replaced.restore()
@@ -76,7 +76,7 @@ def uninstall() -> None:
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
     """Meet as `tcpstore_async.rendezvous` does; the stores are `torch.distributed.Store`s with our client.
 
-    Close the store: nothing else does before the process exits.
+    The caller closes the store; nothing else does before the process exits.
     """
     return _as_torch_stores(plain.rendezvous(url, rank, world_size, **options))
 
@@ -116,26 +116,15 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
             return ours
         native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))
     except (errors.DistError, NoServerError) as error:
-        replaced = pytorchs_server.cannot_start(error) or pytorchs_server.may_be_shared(place.port, error)
-        if not (replaced and _may_be_pytorchs(place)):
+        if not (place.hosts() and pytorchs_server.can_replace(error, place.port, shares=True, tls=place.tls)):
             raise joint(error) from error.__cause__
         why = str(error)
     else:
         if server is not None:
             lifetimes.opened(native, lambda _: server.release())
         return native
-    return _open_pytorchs(place, seconds, why)
-
-
-def _may_be_pytorchs(place: plain.Place) -> bool:
-    """Whether this rank may host PyTorch's server in place of ours."""
-    return place.hosts() and pytorchs_server.will_do(tls=place.tls)
-
-
-def _open_pytorchs(place: plain.Place, seconds: float, why: str) -> dist.Store:
-    """Return PyTorch's client of PyTorch's server, as its own handlers do."""
-    timeout = timedelta(seconds=seconds)
-    where = (place.host, place.port, place.world_size, True, timeout)
+    # As PyTorch's own handlers do, with PyTorch's server.
+    where = (place.host, place.port, place.world_size, True, timedelta(seconds=seconds))
     with for_ourselves():
         store: Any = _CppTCPStore(*where, multi_tenant=True, use_libuv=place.use_libuv)
     pytorchs_server.started(store.port, why)
@@ -143,7 +132,7 @@ def _open_pytorchs(place: plain.Place, seconds: float, why: str) -> dist.Store:
 
 
 def _warn_if_foreign(place: plain.Place, store: tcp.TCPStore) -> None:
-    """Log once per job if the server is PyTorch's, because a launcher hosts it without our package."""
+    """Warn on rank 0 if the server is PyTorch's, because a launcher hosts it without our package."""
     if not (place.rank or place.prefix or pytorchs_server.is_known(place.port) or store._connection().extended()):
         log.warning(
             "%s:%d is PyTorch's own server instead of tcpstore_async's: torchrun's agent hosts it and was started "
@@ -168,8 +157,8 @@ _WORDS: Final = frozenset({"0", "1", "classes", *_CLIENTS})
 def from_environment() -> None:
     """Install as TCPSTORE_INSTALL says: 1, python or classes, or several of them separated by commas.
 
-    0 and an empty value leave PyTorch alone. `native`, another word for 1, is a warning. Raises ValueError for unknown
-    and for contradictory words.
+    0 and an empty value leave PyTorch alone. `native`, an older word for 1, logs a warning. Raises ValueError for
+    unknown and for contradictory words.
     """
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}

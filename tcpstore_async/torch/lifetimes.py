@@ -1,11 +1,11 @@
-"""Close what a rendezvous under `install()` opened when the process group or RPC that it was for ends.
+"""Close the stores that a rendezvous under `install()` opened when their process group or RPC ends.
 
-What belongs to whom is learned where PyTorch passes the store on: `init_process_group` is the only caller of
-`rendezvous` in its module, and `init_rpc` gives its store to `_init_rpc_backend`. Both names are replaced by functions
-that note it. A store of a program's own rendezvous is not closed here.
+Stores are assigned where PyTorch passes them on: `init_process_group` is the only caller of `rendezvous` in its module,
+and `init_rpc` gives its store to `_init_rpc_backend`. Functions that record the store replace both names. A store of a
+program's own rendezvous is not closed here.
 
-This module knows the functions of PyTorch that begin and end a process group and RPC, and must not know how a store
-works or how one is opened.
+It knows the functions of PyTorch that start and end process groups and RPC; it must not know how stores work or are
+opened.
 """
 
 import functools
@@ -35,18 +35,18 @@ _IS_ACTIVE: Final[dict[str, Callable[[], bool]]] = {
 }
 
 _closers: Final[WeakKeyDictionary[Any, tuple[Closer, Closer | None]]] = WeakKeyDictionary()
-"""How the stores are closed that our rendezvous handlers have opened, and made to outlast RPC."""
+"""For each store that our rendezvous handlers have opened: how to close it, and how to make it outlast RPC."""
 
 
 class _Use:
-    """A store that a process group or RPC was given."""
+    """A store that a process group or RPC uses."""
 
     def __init__(self, purpose: str, store: Any, close: Closer, keep: Closer | None) -> None:
         self.purpose = purpose
         self.kept = purpose == _RPC and keep is not None
-        """Whether it is closed at the next rendezvous only, as PyTorch would keep it."""
+        """Whether it is closed only at the next rendezvous, because PyTorch would keep it."""
         self.pinned = True
-        """Whether a function of PyTorch's is at work on it: one that starts what it is for, or shrinks the group."""
+        """Whether PyTorch is starting its group or RPC, or shrinking the group."""
         self._store = store
         self._close = close
         self._thread = get_ident()
@@ -54,10 +54,10 @@ class _Use:
             keep(store)
 
     def has_ended(self) -> bool:
-        """Whether what the store was for is over, or was never completed.
+        """Return whether the group or RPC has ended, or was never completed.
 
-        A thread that asks for another store has left the function that pinned this one, though an exception may
-        still refer to that function's frame.
+        A thread that asks for another store has left the function that pinned this one, even if an exception still
+        refers to that function's frame.
         """
         return (not self.pinned or self._thread == get_ident()) and not _IS_ACTIVE[self.purpose]()
 
@@ -70,10 +70,10 @@ _lock: Final = RLock()  # reentrant: a garbage collection may close a store mean
 
 
 def opened(store: dist.Store, close: Closer, keep: Closer | None = None) -> None:
-    """Note that a rendezvous of ours has opened `store`, and what closes it.
+    """Register a store that a rendezvous of ours has opened, and how to close it.
 
-    PyTorch never lets go of the last store of RPC. With `keep`, which is called for one of RPC, `rpc.shutdown` does not
-    close it either.
+    PyTorch never lets go of the last store of RPC. With `keep`, which is then called with it, `rpc.shutdown` does not
+    close it, either.
     """
     with _lock:
         _closers[store] = close, keep
@@ -81,7 +81,7 @@ def opened(store: dist.Store, close: Closer, keep: Closer | None = None) -> None
 
 @contextmanager
 def _starting(purpose: str, store: Any) -> Iterator[None]:
-    """While what `store` was opened for starts. Does nothing for a store that is not ours to close."""
+    """Pin a store while its group or RPC starts. Does nothing for a store that is not ours to close."""
     with _lock:
         use = _Use(purpose, store, *_closers.pop(store)) if store in _closers else None
         if use is not None:
@@ -94,7 +94,7 @@ def _starting(purpose: str, store: Any) -> Iterator[None]:
 
 
 def close_ended() -> None:
-    """Close the stores whose process group or RPC has ended, so that the next rendezvous starts clean."""
+    """Close the stores whose process group or RPC has ended, before the next rendezvous."""
     _close(_Use.has_ended)
 
 
@@ -103,7 +103,7 @@ def _end(purpose: str) -> None:
 
 
 def _close(ended: Callable[[_Use], bool]) -> None:
-    with ExitStack() as closing:  # all of them, whatever one raises
+    with ExitStack() as closing:  # closes all of them, even if one raises
         closing.callback(_restore)
         closing.callback(native_server.stop_unused)
         with _lock:
@@ -112,7 +112,7 @@ def _close(ended: Callable[[_Use], bool]) -> None:
                 closing.callback(use.close)
 
 
-# Where process groups and RPC start
+# The start of process groups and RPC
 
 
 def follow_starts(patch: Monkeypatch) -> None:
@@ -123,8 +123,7 @@ def follow_starts(patch: Monkeypatch) -> None:
 
 
 def _group_rendezvous(rendezvous: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_process_group` keeps the iterator until it returns or raises, and with it the context entered here."""
-
+    # `init_process_group` keeps the iterator, and with it the context entered here, until it returns or raises.
     def follow(found: Iterator[Any]) -> Iterator[Any]:
         for one in found:
             with _starting(_GROUP, one[0]):
@@ -147,13 +146,13 @@ def _rpc_start(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opened_below(store: Any) -> Any:
-    """The store under PyTorch's prefixes that a rendezvous of ours has opened, or the lowest one."""
+    """Return the store under PyTorch's prefixes that a rendezvous of ours has opened, else the innermost one."""
     while store not in _closers and hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
-# Where they end
+# Their end
 
 _ends: Final = Monkeypatch()
 _following = False
@@ -165,7 +164,7 @@ def follow_ends() -> None:
     _following = True
     if _ends:
         return
-    # Programs may have imported `destroy_process_group` by name before; this is the last function that it calls.
+    # Programs may have imported `destroy_process_group` by name already; this is the last function that it calls.
     _replace_end(distributed_c10d, "_unregister_all_process_groups", _GROUP)
     if "_finalize_shrunk_group" in vars(distributed_c10d):
         _ends.replace(distributed_c10d, "_finalize_shrunk_group", _keeping(distributed_c10d._finalize_shrunk_group))
@@ -187,8 +186,7 @@ def _replace_end(owner: Any, name: str, purpose: str) -> None:
 
 
 def _keeping(shrink: Callable[..., Any]) -> Callable[..., Any]:
-    """Shrinking the default group destroys it and makes another one over the same store."""
-
+    # Shrinking the default group destroys it and creates another one on the same store.
     @functools.wraps(shrink)
     def replacement(*given: Any, **named: Any) -> Any:
         with _lock:
@@ -205,7 +203,7 @@ def _keeping(shrink: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stop_following() -> None:
-    """Restore these functions, once they have ended what was opened before."""
+    """Restore these functions once the stores that were opened before are closed."""
     global _following
     _following = False
     close_ended()

@@ -1,10 +1,10 @@
-"""Reversible monkeypatches: `restore` puts back the very objects that were replaced."""
+"""Reversible monkeypatches: `restore` puts back the same objects that were replaced."""
 
 from typing import Any
 
 
 class Monkeypatch:
-    """Attributes of modules and classes, and entries of dicts, that are replaced for a while."""
+    """Attributes of modules and classes, and entries of dicts, that are replaced until `restore`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any, Any]] = []
@@ -18,7 +18,7 @@ class Monkeypatch:
             self._before.append((owner, name, owner.get(name)))
             owner[name] = new
         else:
-            self._before.append((owner, name, vars(owner)[name]))  # the class's own function, not a bound one
+            self._before.append((owner, name, vars(owner)[name]))  # `getattr` would return a bound method
             setattr(owner, name, new)
 
     def restore(self) -> None:

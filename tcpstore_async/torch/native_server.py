@@ -1,11 +1,11 @@
-"""The server behind one of PyTorch's own C++ clients: it runs as long as that client exists.
+"""The server behind one of PyTorch's own C++ clients, which runs as long as that client exists.
 
 PyTorch has no function that returns whether its C++ side still holds a store. But a C++ client owns one TCP connection
-from its construction to its destruction, so while that socket is open in this process its server is needed. Nothing is
-read but the process's own table of descriptors. Where that cannot be listed, or the socket cannot be found there, the
-server runs until it is released or the process exits.
+from its construction to its destruction, so its server is needed while that socket is open in this process. The
+process's table of descriptors tells; where it cannot be listed, or does not have the socket, the server runs until it
+is released or the process exits.
 
-This module must not know rendezvous, process groups or what the store is used for.
+This module must not know rendezvous, process groups or the use of the store.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 
 class Handle(Protocol):
-    """What keeps a server, or a store with a name on one."""
+    """A server, or a named store on one, that runs until it is released."""
 
     port: int
     pid: int
@@ -43,7 +43,7 @@ def sockets_to(port: int) -> Sockets:
 
 
 def _identity(fd: int) -> tuple[int, int, int] | None:
-    """What distinguishes a socket from a later one with the same descriptor; None if it is not a socket."""
+    """Return what distinguishes a socket from a later one with the same descriptor; None if it is not a socket."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -67,10 +67,10 @@ def _peer_port(fd: int) -> int | None:
 
 
 class NativeServer:
-    """Stops the server of a C++ client once neither Python nor C++ holds that client any more."""
+    """The server of a C++ client, which it stops once neither Python nor C++ holds that client any more."""
 
     def __init__(self, store: Any, handle: Handle, sockets: Sockets) -> None:
-        """`sockets` are those that the client opened; one that others opened meanwhile keeps the server longer."""
+        """`sockets` are those that the client opened; another thread's among them only keeps the server longer."""
         self.port = handle.port
         self.pid = handle.pid
         self._handle = handle
@@ -79,7 +79,7 @@ class NativeServer:
         _running[id(self)] = self
 
     def _dropped(self, _: Any, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Python has dropped the store. When the interpreter exits, the server is stopped elsewhere."""
+        """Stop the server if C++ has dropped the store, too. At the interpreter's exit, its owner stops it."""
         if not _finalizing():
             self.stop_if_unused()
 
@@ -89,7 +89,7 @@ class NativeServer:
             self.release()
 
     def release(self) -> None:
-        """Stop the server, whoever holds the client. May be called again; in a forked child it does nothing."""
+        """Stop the server, even if its client exists. May be called again; in a forked child it does nothing."""
         _running.pop(id(self), None)
         self._handle.release()
 
@@ -98,6 +98,6 @@ _running: Final[dict[int, NativeServer]] = {}
 
 
 def stop_unused() -> None:
-    """Stop the servers whose clients C++ held last: nothing reports when it lets go of one."""
+    """Stop the servers whose clients no longer exist: C++ does not report when it drops one."""
     for server in list(_running.values()):
         server.stop_if_unused()

@@ -2,12 +2,12 @@
 
 torchrun reaches `create_handler` through its entry point, `tcpstore_async/torchrun.py`. The semantics are those of
 PyTorch's dynamic rendezvous, but the server keeps the state of all agents (`keyspace/rounds.py`) instead of a value
-that each agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
+that each agent reads and writes, so an agent's requests do not grow with the number of agents.
 
 Three invariants. An agent never joins the rendezvous of a job that has closed: the next job with the same id gets an
-epoch, and so keys, of its own, and an agent that is late is refused (`stores/late_agent.py`). Workers of one round
-never see the keys of another: each round has a server of its own, and a name in the workers' environment for those that
-join a server that runs already. Nothing that the server sends is unpickled.
+epoch, and so keys, of its own, and a late agent is refused (`stores/late_agent.py`). Workers of one round never see the
+keys of another: each round has a store of its own, and a name in the environment for workers that join a running
+server. Nothing that the server sends is unpickled.
 """
 
 import atexit
@@ -62,8 +62,9 @@ from ..stores.tcp import TCPStore as PlainTCPStore
 from .stores import PrefixStore, Store, TCPStore, host_for_others
 
 BACKEND: Final = "tcpstore"
+
 RELAY: Final = "TCPSTORE_RELAY"
-"""The environment variable that lets each agent run a relay for its workers."""
+"""Environment variable: 1 has each agent run a relay for its workers."""
 
 DEFAULT_PORT: Final = 29400
 """The default port of torchrun's own backend."""
@@ -74,19 +75,19 @@ _TIMEOUTS: Final = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}
 _ROUND_KEY: Final = "tcpstore.round"
 
 _HOST_KEY: Final = "tcpstore.host"
-"""Which agent hosts the server; not there if none does."""
+"""Key of the name of the agent that hosts the server; missing if none does."""
 
 _HOST_TRIES: Final = 10
-"""How often an agent looks which one hosts the server, at most once per second, before it takes it that none does."""
+"""Checks of that key, at most one per second, after which an agent assumes that no agent hosts the server."""
 
 _FRESH: Final = 1.0
 """Seconds for which the state of the rounds is not requested again, as in PyTorch."""
 
 _NAMED: Final = 0
-"""In place of the port of a server that the workers have for themselves."""
+"""Port that stands for a named store on the agents' server, instead of a server of the workers' own."""
 
 _MAX_RUN_ID: Final = 100
-"""Characters of the run id in the names of stores, which are limited."""
+"""Characters of the run id in the names of stores, whose length is limited."""
 
 _free_port: Final[Callable[[], int]] = get_free_port
 
@@ -95,7 +96,7 @@ log = logging.getLogger("tcpstore_async.torchrun")
 _numbers: Final = itertools.count()
 
 _ended_here: Final[set[str]] = set()
-"""The ids of jobs whose workers have succeeded under an agent of this process: its next one begins the job anew."""
+"""Ids of jobs whose workers have succeeded under an agent of this process, whose next agent starts the job again."""
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
@@ -106,7 +107,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
     servers that agents host offer TLS, and agents, relays and the ports of workers use it. With named_store=0, each
     round's workers get a server of their own. A server that an agent hosts runs in a thread of it if TCPSTORE_SERVER
-    asks for that or no process can be started. With reuse_id=1, the agent begins a job anew whose last run has ended
+    asks for that or no process can be started. With reuse_id=1, the agent starts a job again whose last run ended
     successfully; with reuse_id=0, it never does. Raises ValueError if one of the times is not positive,
     RendezvousClosedError if the agent is late, and RendezvousConnectionError if the server cannot be reached or is not
     ours.
@@ -131,7 +132,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     try:
         address = params.local_addr or socket.getfqdn()
         if store._plain._hosted is not None or store._plain._owns:
-            store.set(_HOST_KEY, _own_name(address))  # first, as others may be connected already and look for it
+            store.set(_HOST_KEY, _own_name(address))  # first, as others may be connected and check it already
         key = _enter(store, params.run_id, reuse)
         return _Handler(params.run_id, store, key, options, address, relay, named)
     except RendezvousClosedError:
@@ -143,19 +144,19 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class _RoundStore(PlainTCPStore):
-    """The store of a round's workers, as the agent holds it that owns it."""
+    """The named store of a round's workers, as its owner, an agent, holds it."""
 
     _refused_is_final = True
 
     def __init__(self, name: str, server: ServerUrl, timeout: timedelta, token: str | None) -> None:
-        """Create it. Raises DistError if the server has no stores with names, or the token does not allow all of it.
+        """Create the store. Raises ConnectionRefusedError if the server is gone.
 
-        Raises ConnectionRefusedError if the server is gone.
+        Raises DistError if the server does not support named stores, or the token does not allow all keys.
         """
         self._store_name = name
         super().__init__(*server[:2], is_master=True, timeout=timeout, token=token, tls=server.tls, server=str(server))
         try:
-            self.num_keys()  # not for a token that is for some keys only
+            self.num_keys()  # raises with a token for some keys only
         except BaseException:
             self.close()
             raise
@@ -167,8 +168,8 @@ class _RoundStore(PlainTCPStore):
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a store of its own for its workers.
 
-    That is one with a name on the agents' server, which workers reach by a port that the server has for it, else by a
-    port on loopback or, where there can be none, the only store of a server that the first agent hosts.
+    It is a named store on the agents' server, which workers reach at the server's port for it, else at a port on
+    loopback. Where neither is possible, it is the store of a server that the first agent hosts.
     """
 
     def __init__(
@@ -179,26 +180,24 @@ class _Handler(RendezvousHandler):
         self._tls = plain._tls is not None
         self._agents_server = plain._server or ServerUrl(plain.host, plain.port, self._tls)
         self._made_token = None if find_token() else plain._token.decode() or None
-        """The token that this agent has made for its server and itself, which the environment does not have."""
+        """The token that this agent has made for its own server, if the environment has none."""
         self._wants_relay = relay
         self._wants_named = named
-        self._relay: RelayProcess | None = None
-        self._port: LastingPort | None = None
-        self._round_store: _RoundStore | None = None
+        self._opened: list[TCPStore | _RoundStore | RelayProcess | LastingPort] = []
+        """What was opened for the last round's workers, to be closed in reverse order."""
         self._store = store
         self._host_name = ""
-        """The agent that hosts the server; empty if none is known to do so."""
+        """The agent that hosts the server; empty if unknown, or if none does."""
         self._host_tries = _HOST_TRIES
         self._key = key
         self._address = address
         self._number = next(_numbers)
         self._agent = Agent(store._plain, key, agent_name(address, self._number, own_origin(run_id).run), options)
         self._beats: _Beats | None = None
-        self._server: TCPStore | None = None
         self._seen: State | None = None
         self._seen_at = 0.0
         self._at_exit = functools.partial(_end, weakref.ref(self))
-        atexit.register(self._at_exit)  # called before the functions that were registered earlier: the server's
+        atexit.register(self._at_exit)  # runs before functions that were registered earlier, such as the server's
 
     def get_backend(self) -> str:
         return BACKEND
@@ -208,13 +207,13 @@ class _Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers of a round are to use the server that its first agent hosts."""
+        """Whether the workers of a round use the agents' server, or one that the first agent hosts."""
         return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and wait until it is formed."""
         self._stop_beats()
-        self._close_server()
+        self._close_opened()
         self._record("attempts to join the next round")
         try:
             self._translated(self._find_host)
@@ -244,24 +243,21 @@ class _Handler(RendezvousHandler):
         return self._look().waiting
 
     def end(self) -> None:
-        """Send no more beats, which the server that this agent may host would not answer as it ends.
+        """Stop sending beats, which a server that this agent hosts would not answer as it exits.
 
-        If torchrun ends because of a signal, it does not shut down the handler.
+        Called at exit, too: torchrun does not shut down the handler when a signal ends it.
         """
         atexit.unregister(self._at_exit)
         self._stop_beats()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous and the stores; the server's grace lets the other agents do the same.
-
-        torchrun does so whether its workers have succeeded or not; in the latter case, an exception is under way.
-        """
-        succeeded = sys.exc_info()[0] is None
+        """Close the rendezvous and the stores; the server's grace period lets the other agents do the same."""
+        succeeded = sys.exc_info()[0] is None  # if the workers have failed, torchrun calls this during an exception
         self.end()
         try:
             self._close_rounds(succeeded)
             return True
-        except RendezvousError as error:  # the store's host may have gone first, and the epoch with it
+        except RendezvousError as error:  # the agent that hosts the store may have exited first, and the epoch with it
             self._record(f"failed to close the rendezvous: {error}", NodeState.FAILED)
             log.warning("could not close the rendezvous of %s: %s", self._run_id, error)
             return False
@@ -269,7 +265,7 @@ class _Handler(RendezvousHandler):
             if succeeded:
                 _ended_here.add(self._run_id)
             os.environ.pop(ROUND_VARIABLE, None)
-            self._close_server()
+            self._close_opened()
             self._store.close()
 
     def _join(self) -> Round:
@@ -286,7 +282,7 @@ class _Handler(RendezvousHandler):
         log.warning("%s; %s", missing, self._where())
 
     def _where(self) -> str:
-        """Return where the agents' server is and who hosts it."""
+        """Return text with the address of the agents' server and the agent that hosts it."""
         server = f"the rendezvous server is at {format_address(*self._agents_server[:2])}"
         if not self._host_name:
             return server
@@ -298,7 +294,7 @@ class _Handler(RendezvousHandler):
         )
 
     def _find_host(self) -> None:
-        """Note which agent hosts the server, if one does: it may only say so after others have formed a round."""
+        """Find out which agent hosts the server, if one does. It may set the key after others have formed a round."""
         if self._host_name or not self._host_tries:
             return
         self._host_tries -= 1
@@ -306,10 +302,10 @@ class _Handler(RendezvousHandler):
             self._host_name = self._store.get(_HOST_KEY).decode()
 
     def _share(self, store: Store, found: Round) -> tuple[RendezvousStoreInfo, str]:
-        """Agree with the other agents on where the workers meet, and on a name for the round.
+        """Agree with the other agents on the address where the workers meet, and on a name for the round.
 
-        The name is random, because the server that the workers join may hold keys of earlier jobs that began at epoch 0
-        too.
+        The name is random, because the server that the workers join may hold keys of earlier jobs, which began at epoch
+        0, too.
         """
         if found.rank == 0:
             name = secrets.token_hex(8)
@@ -323,7 +319,7 @@ class _Handler(RendezvousHandler):
         return RendezvousStoreInfo(address, port), name
 
     def _store_name(self, found: Round, name: str) -> str:
-        """Return the name of the store of a round's workers, which is that of no other round of any job."""
+        """Return the name of the store of a round's workers, which is unique among all rounds of all jobs."""
         return f"torchrun/{self._run_id[:_MAX_RUN_ID]}/{found.number}/{name}"
 
     def _host(self, name: str) -> tuple[int, str]:
@@ -338,16 +334,15 @@ class _Handler(RendezvousHandler):
         host = self._address if self._tls else "localhost"  # a certificate need not name the latter
         token = secrets.token_hex(16) if _has_token() else ""
         required = "all" if self._wants_relay else ""
-        self._server = host_for_others(
-            host, 0, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
-        )
+        server = host_for_others(host, 0, token=token, tls=self._tls, token_keys="", require_auth=required, server="")
+        self._opened.append(server)
         if token and not required:
             log.warning(
                 "the workers' server on port %d admits clients without a token, because PyTorch's client "
                 "cannot present one: with --rdzv-conf relay=1 the server requires one",
-                self._server.port,
+                server.port,
             )
-        return self._server.port, token
+        return server.port, token
 
     def _create(self, name: str) -> str:
         """Create the store with this name on the agents' server; return why it cannot be used, empty if it can.
@@ -357,35 +352,38 @@ class _Handler(RendezvousHandler):
         if wants_tls(None) and not self._wants_relay:
             return "the workers use TLS themselves (TCPSTORE_TLS=1), which a loopback port does not support"
         try:
-            self._round_store = _RoundStore(name, self._agents_server, self._store.timeout, self._made_token)
+            self._opened.append(_RoundStore(name, self._agents_server, self._store.timeout, self._made_token))
             return ""
         except ConnectionRefusedError:
             raise errors.DistNetworkError("it refuses connections") from None
         except errors.DistError as error:
-            self._agent.look()  # without the agents' server, the workers need no other one
+            self._agent.look()  # raises if the agents' server is gone, without which the workers need no server
             return str(error)
 
     def _open_port(self, name: str) -> tuple[str, int]:
-        """Return an address that leads this agent's workers to the store with this name.
+        """Return an address where this agent's workers find the named store.
 
-        That is a port of the agents' server, if it has one that this host reaches, else one on loopback.
+        It is the port of a relay on request, else the server's port for the store if this host can reach one, else a
+        port on loopback.
         """
         try:
             if self._wants_relay:
-                self._relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
-                return "127.0.0.1", self._relay.port
+                relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
+                self._opened.append(relay)
+                return "127.0.0.1", relay.port
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); each worker connection is forwarded separately", error)
         try:
             if (direct := self._find_port(name)) is not None:
                 return direct
-            self._port = LastingPort(self._agents_server, name, self._made_token or "")
+            port = LastingPort(self._agents_server, name, self._made_token or "")
         except errors.DistError as error:
             raise RendezvousConnectionError(str(error)) from error
-        return "127.0.0.1", self._port.port
+        self._opened.append(port)
+        return "127.0.0.1", port.port
 
     def _find_port(self, name: str) -> tuple[str, int] | None:
-        """Return where the store with this name has a port at the agents' server; None if it has none for this host.
+        """Return the address of the server's port for the named store; None if this host can reach none.
 
         Raises DistError if the store cannot be entered.
         """
@@ -402,20 +400,21 @@ class _Handler(RendezvousHandler):
         return direct_address(server, guest, seconds)
 
     def _start_relay(self, address: str, port: int, token: str) -> tuple[str, int]:
-        """Start a relay for this agent's workers, and return where it listens; without one, where the server does."""
+        """Start a relay for this agent's workers, and return its address; if it cannot be started, the server's."""
         if not self.use_agent_store:
             log.warning("no relay: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets a worker host the server")
             return address, port
         where = format_address(address, port)
         try:
-            self._relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
+            relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
             return address, port
-        return "127.0.0.1", self._relay.port
+        self._opened.append(relay)
+        return "127.0.0.1", relay.port
 
     def _look(self) -> State:
-        """Return the state of the rounds, as it was at most a second ago."""
+        """Return the state of the rounds, at most a second old."""
         now = time.monotonic()
         if self._seen is None or now - self._seen_at >= _FRESH:
             self._seen = self._translated(self._agent.look)
@@ -424,7 +423,7 @@ class _Handler(RendezvousHandler):
         return self._seen
 
     def _translated(self, call: Any) -> Any:
-        """Make a call, with PyTorch's exceptions."""
+        """Make a call; raise PyTorch's exceptions for ours."""
         try:
             return call()
         except RoundsClosed as error:
@@ -441,7 +440,7 @@ class _Handler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
 
     def _gone(self, error: errors.DistNetworkError) -> str:
-        """Return what the loss of the agents' server means, and what to do."""
+        """Return the error text for the loss of the agents' server, and what to do."""
         server = f"the rendezvous server at {format_address(*self._agents_server[:2])}"
         if self._host_name and self._host_name != _own_name(self._address):
             return (
@@ -456,13 +455,10 @@ class _Handler(RendezvousHandler):
         if beats is not None:
             beats.stop()
 
-    def _close_server(self) -> None:
-        """Close what was started for the workers of the last round."""
-        started = (self._port, self._relay, self._round_store, self._server)
-        self._port = self._relay = self._round_store = self._server = None
-        for one in started:
-            if one is not None:
-                one.close()
+    def _close_opened(self) -> None:
+        """Close the store, port, relay and server of the last round's workers."""
+        while self._opened:
+            self._opened.pop().close()
 
     def _record(self, what: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         """Log what this agent does, and record it as an event of PyTorch's."""
@@ -487,7 +483,7 @@ def _end(handler: "weakref.ref[_Handler]") -> None:
 
 
 class _Beats:
-    """A thread that sends the beats of an agent, until it is stopped or the agent is dropped."""
+    """A thread that sends an agent's beats until it is stopped or the agent is dropped."""
 
     def __init__(self, agent: Agent) -> None:
         self._stopped = threading.Event()
@@ -496,7 +492,7 @@ class _Beats:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for a beat under way: none overlaps what the agent does next."""
+        """Stop, and wait for a beat in progress, so that none overlaps the agent's next request."""
         self._stopped.set()
         self._thread.join()
 
@@ -517,17 +513,17 @@ def _send_beats(agent: "weakref.ref[Agent]", pulse: Pulse, stopped: threading.Ev
 
 
 def _own_name(address: str) -> str:
-    """Return how errors name the agents of this process."""
+    """Return the name of this process's agents in errors."""
     return f"{address} (pid {os.getpid()})"
 
 
 def _has_token() -> bool:
-    """Return whether the agents have a token: then it is from each other only that they take another one."""
+    """Return whether the agents have a token, so that only they can read another one that they share."""
     return bool(find_token() or os.environ.get(TOKEN_KEYS))
 
 
 def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool | None) -> Store:
-    """Host the server, or connect to the one that runs already."""
+    """Host the server, or connect to a running one."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(host) if asked is None else asked
@@ -563,8 +559,8 @@ def _positive(params: RendezvousParameters, name: str, default: int) -> int:
 def _enter(store: Store, run_id: str, reuse: bool | None) -> str:
     """Return the key of a job's current epoch, or of a new epoch if the current one is closed.
 
-    Agents of an epoch that have died without closing it need no new one: the server removes them, and the next agents
-    meet in its next round. Raises RendezvousClosedError for an agent that is late.
+    If the agents of an epoch die without closing it, the server removes them, and the next agents meet in its next
+    round. Raises RendezvousClosedError if this agent is late.
     """
     key = f"tcpstore.epoch.{run_id}"
     while True:
@@ -580,13 +576,13 @@ def _enter(store: Store, run_id: str, reuse: bool | None) -> str:
 
 
 def _check_late(store: Store, run_id: str, epoch: int, begins: bool, reuse: bool | None) -> None:
-    """Raise RendezvousClosedError if the job has ended successfully in this epoch, and this agent is late.
+    """Raise RendezvousClosedError if the job ended successfully in this epoch and this agent is late for it.
 
-    `begins` is whether it is about to begin the next epoch. Log a warning then, unless it says which run it belongs to.
+    `begins` is whether this agent would start the next epoch, which logs a warning unless its run is known.
     """
     if reuse or run_id in _ended_here:
         return
-    origin = own_origin(run_id)  # first: the longer the reply takes, the longer ago is the end
+    origin = own_origin(run_id)  # before the request, so that a slow reply cannot make this agent look late
     ended = how_ended(store._plain, f"tcpstore.{run_id}.{epoch}")
     if ended is None:
         return

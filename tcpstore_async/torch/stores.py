@@ -1,21 +1,21 @@
 """Our stores as `torch.distributed.Store`s: every method is the plain store's.
 
 PyTorch's C++ side may keep a store after Python has dropped it, but it keeps the C++ half only, calls the methods of
-the Python half, and never reports when it lets go. So every store is kept here until it is closed. That is done by the
-program, by `lifetimes` for what a rendezvous under `install()` has opened, and at the latest when the process exits.
+the Python half, and never reports when it lets go. So this module keeps every store until it is closed: by the program,
+by `lifetimes` if a rendezvous under `install()` has opened it, or at the latest when the process exits.
 
-This module knows which names PyTorch's C++ side looks up on a Python store, and what it passes; what a method does is
-the plain store's business.
+It knows the names that PyTorch's C++ side looks up on a Python store, and the arguments it passes; it must not know
+what a method does.
 """
 
 import atexit
 import functools
-import os
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ..base import errors
 from ..base.coercion import Text, Timeout, to_seconds
-from ..base.deadline import DEFAULT_TIMEOUT, Deadline
+from ..base.deadline import Deadline
 from ..client.store_name import StoreTakenError, name_of
 from ..server.master import NoServerError
 from ..stores import base, file, hash, tcp
@@ -33,14 +33,17 @@ from .cpp_client import for_ourselves
 from .errors import DistNetworkError, DistStoreError, forget_locals, joint
 
 S = TypeVar("S", bound="Store")
+P = ParamSpec("P")
+
+_Init = Callable[..., None]
 
 _CPP_CLASSES: Final[dict[str, Any]] = {
     name: getattr(dist, name) for name in ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 }
-"""As they are now: `install(classes=True)` replaces them."""
+"""PyTorch's classes, which `install(classes=True)` replaces."""
 
 _open: Final[set["Store"]] = set()
-"""The stores that are not closed: the references that keep them."""
+"""The stores that are not closed, which these references keep alive."""
 
 
 @atexit.register
@@ -51,19 +54,18 @@ def close_all() -> None:
 
 
 def close_with_clones(store: "Store") -> None:
-    """Close a store and the clones that PyTorch has made of it, which nobody else can close."""
+    """Close a store and its clones: PyTorch makes some that nothing else closes."""
     for one in list(_open):
         if one is store or one._origin is store:
             one.close()
 
 
 def keep_file(store: "FileStore") -> None:
-    """Have the file of a store stay when it is closed, as in PyTorch the file of RPC's."""
+    """Keep the file of a store when it is closed, as PyTorch keeps that of RPC."""
     store._plain._keep_file()
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
-
 
 _FORWARDED: Final = tuple(
     name
@@ -72,7 +74,7 @@ _FORWARDED: Final = tuple(
     and not name.startswith("_")
     and name not in ("clone", "close", "set_timeout")
 )
-"""The methods that call the plain store's and do nothing else; a new one of `base.Store` is one of them."""
+"""The methods that only call the plain store's; new methods of `base.Store` are among them."""
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -90,7 +92,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 if TYPE_CHECKING:
-    _Methods = base.Store  # for the signatures: at run time our stores are no `tcpstore_async.Store`s
+    _Methods = base.Store  # for the signatures; at run time our stores are not `tcpstore_async.Store`s
 else:
     _Methods = type("_Methods", (), {name: _method(name) for name in (*_FORWARDED, "_absent")})
 
@@ -98,7 +100,7 @@ else:
 class _Kind(type(dist.Store)):  # type: ignore[misc]
     """Make `isinstance` and `issubclass` take PyTorch's stores for ours: `isinstance(cpp_store, ours.TCPStore)`.
 
-    `_StandsFor` is the other direction. Subclasses of our classes stand for none of PyTorch's.
+    `_StandsFor` does the reverse. Subclasses of our classes stand for none of PyTorch's.
     """
 
     _stands_for: type[Any] | None
@@ -129,15 +131,15 @@ class _StandsFor:
 class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
     """A `torch.distributed.Store` whose methods are those of a plain store.
 
-    It lives until `close()`, even if the program drops it: PyTorch may still use it. What a rendezvous under
-    `install()` has opened is closed when its process group or RPC ends, everything else when the process exits.
+    It lives until `close()`, even if the program drops it, because PyTorch may still use it. A store that a rendezvous
+    under `install()` has opened is closed when its process group or RPC ends, any other when the process exits.
     """
 
     def __init__(self, plain: base.Store) -> None:
         super().__init__()
         self._plain: Any = plain
         self._known_timeout: timedelta | None = None
-        """The timeout that the plain store has. PyTorch changes that of the C++ half without notice."""
+        """The plain store's timeout. PyTorch changes that of the C++ half without notice."""
         self._origin: Store | None = None
         """The store that this one is a clone of, directly or through other clones."""
         self.set_timeout(plain.timeout)
@@ -160,7 +162,7 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
             self._plain.set_timeout(timeout)
             self._known_timeout = timeout
 
-    # What C++ calls them:
+    # Names that C++ looks up:
     deleteKey = _Methods.delete_key
     getNumKeys = _Methods.num_keys
 
@@ -185,8 +187,20 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
         self.close()
 
     def __repr__(self) -> str:
-        plain = vars(self).get("_plain")  # not there yet if a debugger, say, asks while it is made
+        plain = vars(self).get("_plain")  # a debugger may call this before it is set
         return object.__repr__(self) if plain is None else repr(plain)
+
+
+def _takes(plain: Callable[P, base.Store]) -> Callable[[_Init], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor the signature of a plain store's."""
+
+    def decorate(init: _Init) -> Callable[Concatenate[Any, P], None]:
+        return functools.wraps(cast(Any, plain).__init__, assigned=(), updated=())(init)
+
+    return decorate
+
+
+_TCP_PARAMETERS: Final = inspect.signature(tcp.TCPStore)
 
 
 def _make(make: Callable[..., base.Store], *given: Any, **named: Any) -> base.Store:
@@ -197,16 +211,15 @@ def _make(make: Callable[..., base.Store], *given: Any, **named: Any) -> base.St
 
 
 class _PlainTCPStore(tcp.TCPStore):
-    """Never runs its server as a thread: two methods of PyTorch's C++ client hold the GIL while they wait for it."""
+    """A store whose server is never a thread: two methods of PyTorch's C++ client hold the GIL while they wait."""
 
     _may_be_thread = False
 
 
 def _host(host: str, port: int, make: Callable[[], base.Store]) -> base.Store:
-    """Return what `make` does, if need be after closing stores that hold this address and that the program has dropped.
+    """Return what `make` does; if the address is in use by stores that the program has dropped, close them first.
 
-    PyTorch's own stores would have been gone with their last reference: a program that asks for an address again has
-    no use for the store that held it before.
+    PyTorch's own stores end with their last reference, so programs use an address again without closing its store.
     """
     try:
         return make()
@@ -223,10 +236,9 @@ def _host(host: str, port: int, make: Callable[[], base.Store]) -> base.Store:
 
 
 def _dropped() -> list[Store]:
-    """Return the open stores to which Python refers only from here, and that no process group of PyTorch's uses.
+    """Return the open stores to which only this module refers and that no process group uses.
 
-    A clone does not need the store that it is a clone of, and no store those below a prefix that was dropped. What else
-    in C++ uses one is not known.
+    References from clones and from prefixes that were dropped do not count. Other uses in C++ are not known.
     """
     clones = Counter(id(one._origin) for one in _open)
     used = {id(_lowest(store)) for _, store in distributed_c10d._world.pg_map.values()}
@@ -249,7 +261,10 @@ def _dropped() -> list[Store]:
 
 
 def host_for_others(host: str, port: int, **named: Any) -> "TCPStore":
-    """Return a store that hosts, at best in a process: PyTorch's client in this one must not use the server."""
+    """Return a store that hosts a server for other processes, perhaps as a thread.
+
+    PyTorch's client in this process must not use it: two of its methods hold the GIL while they wait.
+    """
     return TCPStore._of(_make(_host, host, port, functools.partial(tcp.TCPStore, host, port, is_master=True, **named)))
 
 
@@ -268,89 +283,54 @@ def _lowest(store: Any) -> Any:
 class TCPStore(Store):
     """A `tcpstore_async.TCPStore` that is a `torch.distributed.Store`; the arguments are the same.
 
-    Its server, if it has one, never runs in a thread of this process: RuntimeError under `TCPSTORE_SERVER=thread`. As
-    `torch.distributed.TCPStore`, since `install(classes=True)`, it is a client of PyTorch's server then.
+    Its server, if it has one, never runs in a thread of this process: under `TCPSTORE_SERVER=thread` it raises
+    RuntimeError or, as `torch.distributed.TCPStore` after `install(classes=True)`, uses PyTorch's server.
     """
 
     _stands_for = _CPP_CLASSES["TCPStore"]
 
     _pytorchs: Any = None
-    """PyTorch's store that hosts in place of ours."""
+    """PyTorch's store that hosts the server instead of ours."""
 
-    def __init__(
-        self,
-        host_name: str,
-        port: int,
-        world_size: int | None = None,
-        is_master: bool = False,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-        wait_for_workers: bool = True,
-        multi_tenant: bool = False,
-        master_listen_fd: int | None = None,
-        use_libuv: bool | None = None,
-        *,
-        bind_host: str | None = None,
-        token: str | None = None,
-        tls: bool | None = None,
-        token_keys: str | os.PathLike[str] | None = None,
-        require_auth: str = "all",
-        server: str | None = None,
-    ) -> None:
-        flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
-        where = (host_name, port, world_size, is_master, timeout)
-        more: dict[str, Any] = {
-            "token": token,
-            "tls": tls,
-            "token_keys": token_keys,
-            "require_auth": require_auth,
-            "server": server,
-        }
-        make: Callable[[], base.Store] = functools.partial(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more)
-        if not is_master:
+    @_takes(tcp.TCPStore)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        bound = _TCP_PARAMETERS.bind(*given, **named)
+        bound.apply_defaults()
+        options = bound.arguments
+        make: Callable[[], base.Store] = functools.partial(_PlainTCPStore, *given, **named)
+        if not options["is_master"]:
             super().__init__(_make(make))
             return
         # A program that means PyTorch's class by this one, since `install(classes=True)`, can do without our server.
-        if issubclass(type(self), vars(dist)["TCPStore"]) and not (bind_host or token_keys):
-            make = functools.partial(self._make_or_pytorchs, make, *where, *flags, server, tls, token)
-        super().__init__(_make(_host, host_name, port, make))
+        if issubclass(type(self), vars(dist)["TCPStore"]) and not (options["bind_host"] or options["token_keys"]):
+            make = functools.partial(self._make_or_pytorchs, make, options)
+        super().__init__(_make(_host, options["host_name"], options["port"], make))
 
-    def _make_or_pytorchs(
-        self,
-        make: Callable[[], base.Store],
-        host: str,
-        port: int,
-        world_size: int | None,
-        is_master: bool,
-        timeout: Timeout,
-        wait_for_workers: bool,
-        multi_tenant: bool,
-        listen_fd: int | None,
-        use_libuv: bool | None,
-        *security: Any,
-    ) -> base.Store:
+    def _make_or_pytorchs(self, make: Callable[[], base.Store], options: dict[str, Any]) -> base.Store:
         """Return what `make` does or, if our server cannot be started, our client of PyTorch's."""
+        port, shares, listen_fd = options["port"], options["multi_tenant"], options["master_listen_fd"]
         try:
             return make()
         except (errors.DistError, NoServerError) as error:
-            shared = multi_tenant and pytorchs_server.may_be_shared(port, error)
-            replaced = shared or pytorchs_server.cannot_start(error, listen_fd)
-            if not (replaced and pytorchs_server.will_do(*security)):
+            security = options["server"], options["tls"], options["token"]
+            if not pytorchs_server.can_replace(error, port, shares, listen_fd, *security):
                 raise
             why = str(error)
-        libuv = tcp._use_libuv(use_libuv)
-        limit = timedelta(seconds=to_seconds("timeout", timeout))
-        flags = (wait_for_workers, multi_tenant, listen_fd, libuv)
+        libuv = tcp._use_libuv(options["use_libuv"])
+        limit = timedelta(seconds=to_seconds("timeout", options["timeout"]))
+        where = (options["host_name"], port, options["world_size"], True, limit)
+        flags = (options["wait_for_workers"], shares, listen_fd, libuv)
         try:
             with for_ourselves():
-                self._pytorchs = _CPP_CLASSES["TCPStore"](host, port, world_size, True, limit, *flags)
+                self._pytorchs = _CPP_CLASSES["TCPStore"](*where, *flags)
         except dist.DistError as error:
             kind = DistNetworkError if isinstance(error, dist.DistNetworkError) else DistStoreError
             raise kind(str(error)) from None
         pytorchs_server.started(self._pytorchs.port, why)
-        return tcp.TCPStore(host, self._pytorchs.port, timeout=timeout, use_libuv=libuv, server="")
+        return tcp.TCPStore(where[0], self._pytorchs.port, timeout=limit, use_libuv=libuv, server="")
 
     def _holds(self, host: str, port: int) -> bool:
-        """Whether this store hosts a server on this port or, if it has a name, owns the one with this address."""
+        """Return whether this store hosts a server on this port, or owns the named store of this address."""
         plain = self._plain
         if plain._owns:
             return bool(plain._connection().name.name == name_of(host, port))
@@ -362,12 +342,12 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The server's host as it was passed or, for a store with a name, as in the server's URL."""
+        """The server's host as given, or the server's in its URL for a named store with a port there."""
         return str(self._plain.host)
 
     @property
     def port(self) -> int:
-        """The server's port or, for a store with a name, the one that the server has for that."""
+        """The server's port, or the server's port for a named store."""
         return int(self._plain.port)
 
     @property
@@ -381,15 +361,9 @@ class FileStore(Store):
 
     _stands_for = _CPP_CLASSES["FileStore"]
 
-    def __init__(
-        self,
-        file_name: str | os.PathLike[str],
-        world_size: int = -1,
-        *,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-        new_round: bool = False,
-    ) -> None:
-        super().__init__(_make(file.FileStore, file_name, world_size, timeout=timeout, new_round=new_round))
+    @_takes(file.FileStore)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(_make(file.FileStore, *given, **named))
 
     @property
     def path(self) -> str:
@@ -411,14 +385,14 @@ class HashStore(Store):
 
 
 _FROM_PREFIX: Final = 2
-"""How often a `PrefixStore` refers to the store below: itself and its adapter."""
+"""References of a `PrefixStore` to the store below: its own and its adapter's."""
 
 
 class PrefixStore(Store):
     """A `tcpstore_async.PrefixStore` over any `torch.distributed.Store`, and one itself.
 
-    Closing it leaves the underlying store open unless it `owns` that store. Raises ValueError without a store, and
-    TypeError for one that is no `torch.distributed.Store`.
+    Closing it leaves the underlying store open unless it `owns` that store. Raises ValueError if `store` is None, and
+    TypeError if it is not a `torch.distributed.Store`.
     """
 
     _stands_for = _CPP_CLASSES["PrefixStore"]
@@ -460,7 +434,7 @@ class PrefixStore(Store):
 
     @property
     def _underlying_non_prefix_store(self) -> dist.Store:
-        """The first underlying store that is no prefix; PyTorch looks this name up."""
+        """The innermost store, below all prefixes. PyTorch looks up this name."""
         return cast(dist.Store, _lowest(self))
 
     def clone(self) -> "PrefixStore":
@@ -470,7 +444,7 @@ class PrefixStore(Store):
         return copy
 
 
-# PyTorch's own would stop at a prefix of ours below it.
+# PyTorch's own property would stop at a prefix of ours.
 _CPP_CLASSES["PrefixStore"]._underlying_non_prefix_store = property(_lowest)
 
 

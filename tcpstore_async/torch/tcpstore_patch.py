@@ -1,7 +1,7 @@
-"""Have PyTorch's own `TCPStore` host our server wherever it would host PyTorch's, or use a store with a name.
+"""Have PyTorch's own `TCPStore` host our server wherever it would host PyTorch's, or use a named store.
 
-Every launcher, library and program calls this constructor, by whatever name it has imported the class. The class stays
-PyTorch's, and so do its objects: they are clients of our server. Rendezvous and launchers are unknown here.
+Every launcher, library and program calls this constructor, however it has imported the class. The class and its objects
+stay PyTorch's: they are clients of our server. This module must not know rendezvous or launchers.
 """
 
 import functools
@@ -17,6 +17,7 @@ from ..base.addresses import unbracketed
 from ..base.coercion import to_host, to_int64, to_port, to_seconds, to_world_size
 from ..client.store_name import StoreTakenError, find_server
 from ..server.master import NoServerError
+from ..stores.tcp import TCPStore
 from . import native_server, pytorchs_server
 from .cpp_client import host_native, is_for_ourselves
 from .errors import forget_locals, joint
@@ -24,22 +25,8 @@ from .errors import forget_locals, joint
 log = logging.getLogger("tcpstore_async.torch")
 
 
-def _as_called(
-    host_name: Any,
-    port: Any,
-    world_size: Any = None,
-    is_master: Any = False,
-    timeout: Any = None,
-    wait_for_workers: Any = True,
-    multi_tenant: Any = False,
-    master_listen_fd: Any = None,
-    use_libuv: Any = True,
-) -> None:
-    """The parameters of PyTorch's constructor; it has no signature that `inspect` can read."""
-
-
 def _unbracketed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Take the brackets of URLs from an IPv6 address, which PyTorch would look up as a name until its timeout."""
+    """Remove a URL's brackets from an IPv6 address, which PyTorch would try to resolve as a name until its timeout."""
     if given and isinstance(given[0], str):
         return unbracketed(given[0]), *given[1:]
     if isinstance(named.get("host_name"), str):
@@ -49,7 +36,11 @@ def _unbracketed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ..
 
 _LAUNCHER: Final = "torch.distributed.elastic."
 
-_PARAMETERS: Final = inspect.signature(_as_called)
+_PARAMETERS: Final = inspect.Signature(
+    [one for one in inspect.signature(TCPStore).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+)
+"""Parameters of PyTorch's constructor, which ours has, too: `inspect` cannot read PyTorch's."""
+
 _MASTER: Final = list(_PARAMETERS.parameters).index("is_master")
 
 Init = Callable[..., None]
@@ -58,9 +49,8 @@ Init = Callable[..., None]
 def constructor(stock: Init) -> Init:
     """Wrap PyTorch's constructor `stock` so that a master hosts our server and is a client of it.
 
-    With TCPSTORE_SERVER_URL, every store is a client of the store with that name.
-
-    Where our server cannot be hosted, PyTorch's is, and one log line gives the reason.
+    With TCPSTORE_SERVER_URL, every store is a client of the named store instead. Where our server cannot be hosted,
+    PyTorch's is, and one log line gives the reason.
     """
 
     @functools.wraps(stock)
@@ -73,30 +63,29 @@ def constructor(stock: Init) -> Init:
                 _host(stock, self, given, named, options)
         except BaseException as error:
             forget_locals(error)
-            del self  # as C++ code has no frame that would show it
+            del self  # no frame may show an object that is half made, as with the C++ constructor
             raise
 
     return __init__
 
 
 def _is_launchers(constructor: FrameType | None) -> bool:
-    """Return whether torchrun makes a store: its agents and workers reach that by its address, which is no name.
+    """Return whether torchrun creates the store: its agents and workers reach it by address, so it has no name.
 
-    Only the module that has called the constructor tells, as the arguments are those of any other store.
+    The calling module tells, as the arguments do not differ from those of other stores.
     """
     caller = constructor and constructor.f_back
     return caller is not None and str(caller.f_globals.get("__name__", "")).startswith(_LAUNCHER)
 
 
 def _our_options(given: tuple[Any, ...], named: dict[str, Any], launchers: bool) -> dict[str, Any] | None:
-    """Return the arguments of a master, and of any store whose address is a name.
+    """Return the arguments of a master or a named store, but None if they are such that PyTorch's constructor raises.
 
-    None for other clients, and where PyTorch's own constructor raises at once. Raises ValueError for a wrong
-    TCPSTORE_SERVER_URL.
+    None for other clients, too. Raises ValueError for a wrong TCPSTORE_SERVER_URL.
     """
     is_master = bool(given[_MASTER] if len(given) > _MASTER else named.get("is_master"))
     if (launchers or find_server(None) is None) and not is_master:
-        return None  # before `bind`, which takes longer than all else that a client needs
+        return None  # before `bind`, which takes longer than the rest of this for a client
     try:
         options = dict(_PARAMETERS.bind(*given, **named).arguments)
         options["is_master"] = is_master
@@ -117,13 +106,14 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     try:
         hosted = host_native(store, functools.partial(stock, store), **options)
     except (errors.DistError, NoServerError) as error:
-        cannot_start = pytorchs_server.cannot_start(error, options.get("master_listen_fd"))
-        taken = options.get("multi_tenant") and "EADDRINUSE" in str(error) and not isinstance(error, StoreTakenError)
-        if not (taken or (cannot_start and pytorchs_server.will_do(options["server"]))):
+        listen_fd, shares = options.get("master_listen_fd"), bool(options.get("multi_tenant"))
+        # A server of PyTorch's in this process may have taken the port; its constructor shares that, or raises.
+        taken = shares and "EADDRINUSE" in str(error) and not isinstance(error, StoreTakenError)
+        if not (taken or pytorchs_server.can_replace(error, options["port"], False, listen_fd, options["server"])):
             raise joint(error) from error.__cause__
-        why = str(error)  # if it is taken, by a server of PyTorch's in this process, that may be shared, too
+        why = str(error)
     else:
-        if hosted is not None and hosted.pid != os.getpid():  # else it owns a store with a name
+        if hosted is not None and hosted.pid != os.getpid():  # a named store has this process's pid
             log.info(
                 "hosting a tcpstore_async server for PyTorch's TCPStore on port %d (pid %d)", hosted.port, hosted.pid
             )

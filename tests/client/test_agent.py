@@ -118,7 +118,7 @@ def test_an_agent_that_gives_up_leaves_no_round_that_was_formed(hosts: Hosts) ->
     a, b = hosts.agent("a", pair), hosts.agent("b", pair._replace(join=0.05))
     steps = joining(b"/job", b"b", b.options, -1, b.pulse, time.monotonic)
     request, _ = next(steps)
-    first = hosts.pool.submit(b._meet, request, 0.1)
+    first = hosts.pool.submit(b._perform, (request, 0.1))
     assert first.result(LIMIT) is None
     request, _ = steps.send(None)
     assert request[1][2:] == (LOOK, DESCRIBE)
@@ -127,7 +127,7 @@ def test_an_agent_that_gives_up_leaves_no_round_that_was_formed(hosts: Hosts) ->
     assert hosts.join(a)[0].result(LIMIT) == Round(0, 0, 2)
     request, _ = steps.send(b._client.call(request))
     with pytest.raises(StopIteration) as end:
-        steps.send(b._meet(request, LIMIT))
+        steps.send(b._perform((request, LIMIT)))
     assert end.value.value == Round(0, 1, 2)
 
 

@@ -246,10 +246,10 @@ def test_without_a_thread_calls_go_on(port: int, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """What ends the delay, which is as good as endless."""
-    monkeypatch.setattr(background, "_SOON_SECONDS", LIMIT)
-    yield lambda: background._late._hurry.put(None)
-    background._late._hurry.put(None)
-    until(lambda: not background._late._running.locked())
+    monkeypatch.setattr(background, "_DEFER_SECONDS", LIMIT)
+    yield lambda: background._deferred._hurry.put(None)
+    background._deferred._hurry.put(None)
+    until(lambda: not background._deferred._running.locked())
 
 
 def test_a_group_that_forms_does_not_wait_for_it(port: int, late: Callable[[], None], losses: Losses) -> None:
@@ -261,7 +261,7 @@ def test_a_group_that_forms_does_not_wait_for_it(port: int, late: Callable[[], N
         assert not threads()
         with pool_of(store)._lock:  # as a call has it, or a signal handler within one
             late()
-            until(background._late._hurry.empty)
+            until(background._deferred._hurry.empty)
         until(lambda: (loop := background.running()) is not None and pool_of(store) in loop.clients)
         assert not pool_of(store).forming
         server.stop(signal.SIGKILL)
@@ -274,7 +274,7 @@ def test_a_store_closed_before_it_starts_is_not_watched(port: int, late: Callabl
         pool_of(store).forming = True
         store.check(["k"])
     late()
-    until(lambda: not background._late._running.locked())
+    until(lambda: not background._deferred._running.locked())
     assert background.running() is None
 
 
@@ -290,23 +290,23 @@ at_fork = []
 def note():
     at_fork.append(tasks())
 os.register_at_fork(after_in_parent=note, after_in_child=note)
-background._SOON_SECONDS = 60
+background._DEFER_SECONDS = 60
 with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
     store._client.forming = True
     first = store.add("forming forks", 1)
     for number in range(20):
-        assert background.running() is None and background._late._due
+        assert background.running() is None and background._deferred._due
         child = os.fork()
         assert at_fork == [1], f"no thread of ours exists at a fork: {at_fork}"
         at_fork.clear()
-        assert not background._late._due
+        assert not background._deferred._due
         if child == 0:
-            assert store.add("forming forks", 1) == first + 2 * number + 1 and background._late._due
+            assert store.add("forming forks", 1) == first + 2 * number + 1 and background._deferred._due
             store.close()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert store.add("forming forks", 1) == first + 2 * number + 2
-    background._late._hurry.put(None)
+    background._deferred._hurry.put(None)
     while background.running() is None or store._client not in background.running().clients:
         pass
 assert background.running() is None and tasks() == 1
@@ -608,7 +608,7 @@ FORMING = """
 import sys
 from tcpstore_async import TCPStore
 from tcpstore_async.client import background
-background._SOON_SECONDS = 60
+background._DEFER_SECONDS = 60
 store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
 store._client.forming = True
 store.set("k", "v")

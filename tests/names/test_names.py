@@ -523,7 +523,7 @@ def test_who_waits_in_vain_is_told_which_stores_there_are(url: str) -> None:
 
 def test_a_name_that_cannot_be_resolved_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked up again: a pod's name comes to be after the pod."""
-    monkeypatch.setattr(connect, "_LOOK_AGAIN", 0.1)
+    monkeypatch.setattr(connect, "_LOOK_UP_AGAIN", 0.1)
     known = threading.Event()
     resolve = connect._resolve
 

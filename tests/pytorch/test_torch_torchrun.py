@@ -564,7 +564,7 @@ def test_a_token_protects_the_workers_server(
                 assert store.get("k") == b"v"
         if relay == "1":
             with pytest.raises(RuntimeError, match="the server requires a token"):  # noqa: SIM117
-                with TCPStore("127.0.0.1", cast(Any, one)._server.port, token="") as store:
+                with TCPStore("127.0.0.1", cast(Any, one)._opened[0].port, token="") as store:
                     store.set("k", "v")
         warned = f"the workers' server on port {port} admits clients without a token"
         assert any(message.startswith(warned) for message in caplog.messages) == (relay == "0")

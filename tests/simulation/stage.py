@@ -457,12 +457,10 @@ class Poll:
         return [(0, select.POLLIN)]
 
 
-def _connect(
-    host: str, port: int, attempt: Any, pings: bool, token: bytes, tls: object, name: object, asks: bool
-) -> tuple[socket.socket, ClientSession]:
+def _connect(tries: Any, attempt: Any, asks: bool) -> tuple[socket.socket, ClientSession]:
     """In place of `connect._try_in_this_thread`."""
     peer = Socket(_me().stage.connect())
-    session = ClientSession(pings)
+    session = ClientSession(tries.pings)
     hello, call = session.hello(PID)
     if asks:
         asking, session.asked = session.request(*requests.HAS_EXTENSION)
@@ -574,10 +572,10 @@ class Transport(asyncio.Transport):
             self._lose(None)
 
 
-async def _try(host: str, port: int, pings: bool, token: bytes, tls: object, name: object) -> tuple[Any, ClientSession]:
+async def _try(tries: Any) -> tuple[Any, ClientSession]:
     """In place of `connect._try`."""
     peer = Socket(_me().stage.connect())
-    session = ClientSession(pings)
+    session = ClientSession(tries.pings)
     hello, call = session.hello(PID)
     try:
         peer.send(hello)

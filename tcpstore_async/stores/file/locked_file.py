@@ -1,8 +1,8 @@
 """A store's file, shared with other processes: locking, reading, appending, and repair after a writer died.
 
 Invariants: nothing is read or written without a lock on the whole file (flock). Records are appended directly after a
-complete one, all or nothing. What is written is decided on the current contents, never on an older replica. This module
-knows neither keys nor commands.
+complete one, all or nothing. Decisions to write are made on the current contents, never on an older replica. This
+module must not know keys or commands.
 """
 
 import errno
@@ -31,8 +31,10 @@ from .torn_records import torn_spans
 T = TypeVar("T")
 
 _FIRST_PAUSE: Final = 0.0001
+"""Seconds between the first attempts to open and lock the file."""
+
 _LONGEST_PAUSE: Final = 0.005
-"""Seconds between attempts to open and lock the file."""
+"""Seconds between later attempts."""
 
 _NO_FLOCK: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -70,7 +72,7 @@ class SharedFile:
         self._registered: list[int] = []
         """A descriptor of the file that counts this store, which keeps its inode from being reused; empty otherwise.
 
-        A list, because popping is atomic: of two threads that unregister at once, one does.
+        A list, because popping is atomic: only one of two threads that unregister at once gets it.
         """
         self._reset()
         _FILES.add(self)
@@ -78,7 +80,7 @@ class SharedFile:
     def _reset(self) -> None:
         """Forget everything that was read."""
         self._lock = RLock()
-        """Guards the replica. Acquired after the file's lock; its holder never waits for anything."""
+        """Guards the replica. Acquired after the file's lock, and never held while waiting."""
         self._user: int | None = None
         """The thread that uses the replica."""
         self._replica = Replica()
@@ -128,9 +130,9 @@ class SharedFile:
             raise
 
     def unregister(self, world_size: int, deadline: Deadline) -> None:
-        """Count one store less, if the file is still the one that counts this store; the world's last removes it.
+        """Count one store less, if the file is still the one that counts this store; the world's last store removes it.
 
-        Does nothing if this store is not counted any more. May be called again after a failure.
+        Does nothing if this store is no longer counted. May be called again after a failure.
         """
         try:
             registered = self._registered.pop()
@@ -188,9 +190,9 @@ class SharedFile:
                 self._user = None
 
     def _locked(self, flags: int, deadline: Deadline, act: Callable[[FileLock], T], patient: bool = True) -> T:
-        """Call `act` while the file is locked; call it again if another call took the lock meanwhile.
+        """Call `act` while the file is locked; repeat it if a call that interrupted this one took the lock.
 
-        Raises Missing at once if the file does not exist and the caller is not `patient`.
+        Unless `patient`, raises Missing at once if the file does not exist.
         """
         deadline = deadline if deadline.timeout else Deadline.of_a_call(0)
         while True:
@@ -199,7 +201,7 @@ class SharedFile:
                 with locked() as lock:
                     self._open(lock, flags, _Attempts(deadline), patient)
                     result = act(lock)
-                if lock.written or not lock.lost:
+                if lock.written or not lock.lost:  # after a write, repeating `act` would write twice
                     return result
             except Exception as error:
                 if lock.lost and not lock.written:
@@ -227,7 +229,7 @@ class SharedFile:
             os.close(fd)
 
     def _what_is_missing(self) -> str:
-        """Return what to report; log a missing directory at once, as the error may be minutes away."""
+        """Return the text of the error; log a missing directory at once, as the error may be minutes away."""
         folder = os.path.dirname(self.path)
         if os.path.isdir(folder):
             return "No such file or directory"
@@ -254,7 +256,7 @@ class SharedFile:
                 raise
 
     def _is_current(self, fd: int) -> bool:
-        """Whether the path still names this file."""
+        """Return whether the path still names this file."""
         try:
             return os.path.samestat(os.fstat(fd), os.stat(self.path))
         except FileNotFoundError:
@@ -262,7 +264,7 @@ class SharedFile:
 
     @contextmanager
     def _shared_replica(self, lock: FileLock) -> Iterator[Replica]:
-        """Yield the replica that this process's threads share; a temporary one if this call interrupts its use."""
+        """Yield the replica that this process's threads share, or a temporary one if this call interrupts its user."""
         thread = threading.get_ident()
         if self._user == thread:
             yield Replica()
@@ -288,7 +290,7 @@ class SharedFile:
                     return result
 
     def _count(self, lock: FileLock, decide: Callable[[Keyspace], tuple[bool, bytes]]) -> bool:
-        """Like `_write`, for the counts of stores, which may turn out not to be numbers."""
+        """Write as `_write` does, for the counts of stores. Raises DistStoreError if they are not numbers."""
         try:
             return self._write(lock, decide)
         except ProtocolError:
@@ -306,9 +308,8 @@ class SharedFile:
     def _remove_torn(self, fd: int, replica: Replica) -> bool:
         """Remove torn records from the replica's last record on; return whether there is more to read.
 
-        The file is locked, so the writers of torn records are dead. If one of PyTorch's stores has written since, which
-        appends without checking, complete records follow, and a torn record may have swallowed part of them and look
-        complete.
+        The file is locked, so the writers of torn records are dead. PyTorch's stores append without checking: complete
+        records may follow, of which a torn one may have swallowed a part, so that it looks complete.
         """
         size = os.fstat(fd).st_size
         rest = _read_all(fd, replica.last_start, size)

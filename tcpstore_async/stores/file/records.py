@@ -1,10 +1,10 @@
 """The format of a store's file, which is PyTorch's.
 
 Invariant: a command's record has the same effect on any replica as the command itself on the keyspace. This module
-knows neither files nor locks nor time.
+must not know files, locks or time.
 
-A file is a sequence of records: key length, key, value length, value. Lengths are little-endian u32. The last record of
-a key counts. PyTorch's records are:
+A file is a sequence of records: key length, key, value length, value. Lengths are little-endian u32. A key's last
+record has its value. PyTorch's records are:
 
     `/` + key           a value
     `-/` + key          the key was deleted; empty
@@ -46,10 +46,10 @@ def record(key: bytes, value: bytes) -> bytes:
 
 
 FIRST: Final = LENGTH.pack(len(REFERENCES)) + REFERENCES
-"""How every file begins."""
+"""The beginning of every file."""
 
 KEY: Final = re.compile(rb"[-+<]?/|(?:refcount|cleanup)/\Z")
-"""How keys begin that a store has written."""
+"""Matches keys that stores write."""
 
 
 def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
@@ -68,7 +68,7 @@ def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
 
 
 def is_complete(data: bytes, at: int, strict: bool = True) -> bool:
-    """Whether only complete records follow from this offset on; with `strict`, only those whose keys stores write."""
+    """Return whether only complete records follow from this offset; with `strict`, only with keys that stores write."""
     while at < len(data):
         found = next_record(data, at)
         if found is None or (strict and not KEY.match(found[0])):
@@ -95,7 +95,7 @@ def register(keyspace: Keyspace, round_size: int) -> tuple[bool, bytes]:
     """Return whether one more store may open the file, and the record that counts it.
 
     It may not if the file is a finished round's: all stores of a round of this size have opened it, and one has closed
-    it again. A size of 0 means that there are no rounds.
+    it. A size of 0 means no rounds.
     """
     opened, closed = _count(keyspace, REFERENCES), _count(keyspace, CLOSED)
     if closed and 0 < round_size <= opened + closed:

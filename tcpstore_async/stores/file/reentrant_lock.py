@@ -3,8 +3,9 @@
 Invariant: no thread ever waits for a lock that it holds itself. This module must not know what is in the file.
 
 A signal handler, or a finalizer that the garbage collector calls, may use a store while its own thread is in the middle
-of a call that has locked the file. Waiting for that lock would never end. So the handler's call takes the lock from the
-call that it interrupts and does without the shared replica; the interrupted call finds its lock lost and starts again.
+of a call that has locked the file, so that waiting for the lock would never end. The handler's call takes the lock from
+the call that it interrupts, and does not use the shared replica; the interrupted call finds its lock lost and starts
+again.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ class FileLock:
         self.written = False
 
     def give_up(self) -> None:
-        """Release the lock and make the descriptor harmless, whatever the interrupted call is about to do with it."""
+        """Release the lock, and make the descriptor harmless for the interrupted call's next step."""
         self.lost = True
         if self.fd < 0:
             return
@@ -35,12 +36,12 @@ class FileLock:
 
 
 _held: Final[dict[int, list[FileLock]]] = {}
-"""The locks of each thread's running calls: several if one call has interrupted another."""
+"""The locks of each thread's calls in progress; several if one call has interrupted another."""
 
 
 @contextmanager
 def locked() -> Iterator[FileLock]:
-    """Register a call of this thread; those that it interrupts lose their locks."""
+    """Register a call of this thread; calls that it interrupts lose their locks."""
     thread = threading.get_ident()
     for other in _held.get(thread, ()):
         other.give_up()
@@ -51,7 +52,7 @@ def locked() -> Iterator[FileLock]:
     try:
         yield lock
     finally:
-        # Unlock while a call that interrupts this one can still find the lock. Closing would not be enough: a forked
+        # Unlock while a call that interrupts this one can still find the lock. Closing does not suffice, as a forked
         # child may hold a copy of the descriptor.
         if lock.fd >= 0:
             fcntl.flock(lock.fd, fcntl.LOCK_UN)

@@ -1,6 +1,6 @@
 """The contents of a store's file up to an offset, as this process has read them.
 
-Invariant: the keyspace is the result of applying the records before the offset. Locking is the caller's business.
+Invariant: the keyspace is the result of applying the records before the offset. The caller locks the file.
 """
 
 import errno
@@ -16,7 +16,7 @@ _CHUNK: Final = 1 << 20
 """Bytes to read at once, unless a record is longer."""
 
 _FINGERPRINT_BYTES: Final = 64
-"""Bytes before the offset by which a replica recognizes its file: a new file may get the same inode."""
+"""Bytes before the offset that identify the file, as a new one may get the same inode."""
 
 
 class Replica:
@@ -31,10 +31,10 @@ class Replica:
         self._fingerprint = b""
         """The last bytes before the offset."""
         self._valid = True
-        """False while records are applied: if that is interrupted, the number of applied records is unknown."""
+        """False while records are applied, because an interrupt leaves the number of applied records unknown."""
 
     def is_of(self, fd: int) -> bool:
-        """Whether this is a replica of the beginning of this file."""
+        """Return whether this is a replica of the beginning of this file."""
         found = os.fstat(fd)
         if not self._valid or found.st_size < self.offset:
             return False
@@ -45,9 +45,9 @@ class Replica:
         return os.pread(fd, len(self._fingerprint), self.offset - len(self._fingerprint)) == self._fingerprint
 
     def catch_up(self, fd: int, strict: bool = True) -> bool:
-        """Apply what has been written since the last time; return whether it was nothing but complete records.
+        """Apply what has been written since the last time; return whether it was only complete records.
 
-        With `strict`, a key that no store writes is taken as a sign of a torn record.
+        With `strict`, a key that no store writes indicates a torn record.
         """
         size = os.fstat(fd).st_size
         length = _CHUNK
@@ -82,7 +82,7 @@ class Replica:
         return at > 0
 
     def invalidate(self) -> None:
-        """Have `is_of` return False from now on."""
+        """Make `is_of` return False from now on."""
         self._valid = False
 
     def _apply(self, key: bytes, value: bytes) -> None:

@@ -1,7 +1,7 @@
 """FileStore: a store in a file, in PyTorch's format, so that PyTorch's processes and ours can share it.
 
 Invariant: the keyspace gives commands their meaning, and every decision is based on the contents of the locked file.
-This module decides which records a method writes and how a store waits; it does not know how the file is locked.
+This module decides which records a method writes and how a store waits; it must not know how the file is locked.
 """
 
 import logging
@@ -51,8 +51,8 @@ class FileStore(Store):
     open; with a negative `world_size` it is never removed. The file system must support `flock`.
 
     With `new_round`, as for `file://`, a file that `world_size` or more stores have opened and at least one has closed
-    belongs to a finished round and is replaced by a new one: ranks that leave late do not pass their keys on to the
-    next round.
+    belongs to a finished round and is replaced by a new one, so that ranks that leave late pass no keys on to the next
+    round.
 
     A store that is not closed is closed when it is collected or at exit. A forked child can use its parent's store, but
     does not count as another one.
@@ -233,13 +233,13 @@ class FileStore(Store):
         return values
 
     def _await(self, names: list[bytes], deadline: Deadline) -> None:
-        """Wait until all keys have appeared; by then some may be gone again. Raises StoreTimeoutError."""
+        """Wait until all keys exist; some may be deleted again by the return. Raises StoreTimeoutError."""
         alarm = Alarm()
         parked: Keyspace | None = None
 
         def look(keyspace: Keyspace) -> bool:
             nonlocal alarm, parked
-            if keyspace is parked:
+            if keyspace is parked:  # the waiter fires by itself; a new replica needs a new one
                 return False
             new = Alarm()
             if keyspace.wait(new.waiter, names):
@@ -255,14 +255,14 @@ class FileStore(Store):
                 if alarm.sleep(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS)):
                     return
                 if signature != (signature := self._file.signature()):
-                    present = self._look_again(look, deadline, names) or alarm.sleep(0)
+                    present = self._read_again(look, deadline, names) or alarm.sleep(0)
                 elif left == 0.0:
                     raise _wait_timeout(names, deadline)
         finally:
             if parked is not None:
                 self._file.forget(parked, alarm)
 
-    def _look_again(self, look: Callable[[Keyspace], bool], deadline: Deadline, names: list[bytes]) -> bool:
+    def _read_again(self, look: Callable[[Keyspace], bool], deadline: Deadline, names: list[bytes]) -> bool:
         try:
             return self._read(look, deadline)
         except StoreTimeoutError as error:

@@ -4,11 +4,11 @@ Invariant: removing the torn spans leaves only complete records. Time and memory
 in the number of places that look like the beginning of a record. This module knows the layout of records, not their
 meaning.
 
-A writer that is killed may leave the beginning of a record. PyTorch's stores append behind it without checking, so a
-torn record swallows part of what follows and may even look complete: only what follows tells which bytes are torn. The
-search therefore runs backwards and minimizes the number of bytes to discard. At each place where a record may begin
-there is either a complete record, whose end determines the rest, or a torn one, which ends at a place where another may
-begin, before its own announced end. Bytes that cannot be the beginning of a record cost more than any number of others.
+A killed writer may leave the beginning of a record. PyTorch's stores append behind it without checking, so a torn
+record swallows part of what follows and may even look complete: only the bytes behind it tell. The search therefore
+runs backwards and minimizes the number of bytes to discard. At each place where a record may begin there is either a
+complete record, whose end determines the rest, or a torn one, which ends at a place where another may begin, before its
+own announced end. Bytes that cannot be the beginning of a record cost more than any number of others.
 """
 
 import re

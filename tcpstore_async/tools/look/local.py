@@ -5,7 +5,7 @@ Knows where environments are read. Must not know how ranks are numbered.
 
 from ...client.admin import find_local, read_environment
 from ...diagnosis.facts import Facts, Session
-from ...diagnosis.ranks import Ranks
+from ...diagnosis.stock_ranks import Ranks
 
 
 def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | None = None) -> Ranks:

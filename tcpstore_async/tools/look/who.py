@@ -20,7 +20,7 @@ from ...client.admin import ask
 from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
 from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
-from ...diagnosis.ranks import Ranks, number_ranges
+from ...diagnosis.stock_ranks import Ranks, number_ranges
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
 

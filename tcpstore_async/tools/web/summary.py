@@ -16,7 +16,7 @@ from ...base.keys import caller_key
 from ...diagnosis.facts import Facts
 from ...diagnosis.missing import Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
-from ...diagnosis.ranks import Ranks, number_ranges
+from ...diagnosis.stock_ranks import Ranks, number_ranges
 
 JOINED: Final = "j"
 WAITING: Final = "w"

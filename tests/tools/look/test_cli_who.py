@@ -18,7 +18,7 @@ from click.testing import Result
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
 from tcpstore_async.diagnosis.missing import Pending
-from tcpstore_async.diagnosis.ranks import number_ranges
+from tcpstore_async.diagnosis.stock_ranks import number_ranges
 from tcpstore_async.server import admin_path
 from tcpstore_async.tools.look.asking import in_seconds_or_more
 from tcpstore_async.tools.look.who import _pending_lines

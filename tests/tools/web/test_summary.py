@@ -11,7 +11,7 @@ from web.scenes import large_reply
 
 from looking import World
 from tcpstore_async.diagnosis.facts import read_facts
-from tcpstore_async.diagnosis.ranks import Ranks, number_ranges
+from tcpstore_async.diagnosis.stock_ranks import Ranks, number_ranges
 from tcpstore_async.tools.web.summary import MOST_RANKS, Summary
 
 
