@@ -276,8 +276,10 @@ def call_uninterrupted(function: Callable[[], object]) -> None:
 
     try:
         _thread.start_new_thread(run, ())
-    except RuntimeError:  # no thread can be started
-        function()
+    except RuntimeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal handler raised it
+        function()  # no thread can be started
         return
     if done.acquire(timeout=2 * _STOP_SECONDS):
         _await_exit(native[0])
@@ -358,8 +360,10 @@ def defer(function: Callable[[], bool]) -> None:
     """
     try:
         _deferred.add(function)
-    except RuntimeError:  # no thread can be started
-        function()
+    except RuntimeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal handler raised it
+        function()  # no thread can be started
 
 
 def _await_exit(native_id: int | None) -> None:
