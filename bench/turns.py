@@ -33,7 +33,7 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.queues import MAX_LEASES
+from tcpstore_async.keyspace.leases import MAX_LEASES
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.observe.history import History

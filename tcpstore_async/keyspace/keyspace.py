@@ -2,9 +2,9 @@
 
 A `Keyspace` is one store: it applies commands to values. By its base classes, each in its own module, it registers
 waiters (`registrations.py`) and wakes them (`waiters.py`), shares what many peers request alike (`shared_requests.py`),
-lets the agents of elastic jobs meet (`agents.py`), counts the ranks that join (`joins.py`) and has queues
-(`queues.py`). It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets,
-threads or clocks.
+lets the agents of elastic jobs meet (`agents.py`), counts the ranks that join (`joins.py`), has queues (`queues.py`)
+and leases their items (`leases.py`). It knows nothing of framing beyond the length prefix that stored values keep, and
+nothing of sockets, threads or clocks.
 
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
 change. `size` is the sum of what everything stored and every waiter counts.
@@ -37,7 +37,7 @@ from ..wire.values import (
     size,
     wrap,
 )
-from .queues import Queues
+from .leases import Leases
 from .steps import UNCUT, Later, Running, Steps, free_value
 from .waiter_types import AWAITING_KEYS, AWAITING_VALUE, Counter, Waiter
 
@@ -59,7 +59,7 @@ def _portion_end(keys: list[bytes], at: int, most: int) -> int:
     return at
 
 
-class Keyspace(Queues):
+class Keyspace(Leases):
     """One store. Keys and values are opaque bytes; `wire/values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They

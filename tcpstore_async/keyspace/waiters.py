@@ -2,7 +2,7 @@
 
 It does not know what is stored: the keyspace, which extends `WaiterRegistry`, supplies values, numbers and items. What
 a waiter replies when it is woken is its own `fire` (`waiter_types.py`), which for a connection is that of
-`session/server.py`. `registrations.py` has the terms.
+`session/session.py`. `registrations.py` has the terms.
 
 Invariants: a waiter fires once, when all its registrations are used up. If waiters (except those in a barrier of the
 same name, and suspended ones that were skipped) are parked on a queue that holds items, each of these items is covered

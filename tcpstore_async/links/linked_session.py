@@ -14,19 +14,16 @@ from ..base.errors import PeerError, ProtocolError
 from ..session.server import ServerSession
 from ..session.slots import NO_COMMANDS
 from ..session.store import Store
-from ..session.transport import Transport
 from ..session.unsent import first_bytes
 from ..wire.link import (
     CLOSE,
     CREDIT,
     LOST,
     PIECE_BYTES,
-    REPLY_CREDIT_BYTES,
-    REQUEST_CREDIT_BYTES,
     U32,
-    VALUE_CREDIT_BYTES,
 )
 from ..wire.values import length
+from .credit import Credit
 from .link import Link
 from .skipped_queues import SkippedQueues
 from .work import LinkWork
@@ -63,18 +60,12 @@ class SharedLink(Link):
         raise NotImplementedError
 
 
-class LinkedSession(Transport):
+class LinkedSession(Credit):
     """Moves the bytes of one session on a link."""
 
     def __init__(self, store: Store, link: SharedLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
-        self.credit: int = REPLY_CREDIT_BYTES
-        """Bytes that may be sent."""
-        self.allowed: int = REQUEST_CREDIT_BYTES
-        """Bytes that may be received."""
-        self.low: int = REQUEST_CREDIT_BYTES // 2
-        """The rank gets credit when `allowed` falls to this."""
         self.waiting = False
         """Whether replies did not fit and are in the session's backlog."""
         self.in_turn = False
@@ -101,8 +92,7 @@ class LinkedSession(Transport):
     def receive(self, payload: bytes) -> None:
         """Execute requests, or hold them back if earlier ones are held back."""
         session = self.session
-        self.allowed -= len(payload)
-        if self.allowed < 0:
+        if not self.spend(len(payload)):
             raise ProtocolError(f"DATA for session {self.number} exceeds its credit")
         if self.ended or session.table is NO_COMMANDS:
             return
@@ -173,24 +163,11 @@ class LinkedSession(Transport):
         if self.ended:
             self.close_if_done()
         elif self.allowed <= self.low:
-            self._allow_more()
+            self.give_credit()
 
-    def _allow_more(self) -> None:
-        """Give credit for commands, and for the missing part of a long value."""
-        session = self.session
-        value = session.large_value()
-        kept = session.input_buffer
-        missing = 0
-        if value is not None:
-            missing = value.size - value.filled
-        elif kept is not None:
-            missing = session.need - len(kept)
-        most = min(REQUEST_CREDIT_BYTES + max(missing, 0), VALUE_CREDIT_BYTES)
-        self.low = most // 2
-        if self.allowed <= self.low:
-            self.link.add(CREDIT, self.number, U32.pack(most - self.allowed))
-            self.link.note()
-            self.allowed = most
+    def send_credit(self, count: int) -> None:
+        self.link.add(CREDIT, self.number, U32.pack(count))
+        self.link.note()
 
     def close_if_done(self) -> None:
         """Close, unless there are still requests or replies."""

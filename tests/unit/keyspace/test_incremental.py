@@ -10,7 +10,7 @@ from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.queues import MAX_LEASES
+from tcpstore_async.keyspace.leases import MAX_LEASES
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.commands import SERVER_KEY
