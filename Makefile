@@ -15,6 +15,9 @@ WORKERS := $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 # Tests start hundreds of Python processes: none of them is to compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
+# The tests of what no server or client needs have a target, and a job, of their own.
+TOOLS := tests/tools tests/bench
+STORE := $(addprefix --ignore=,$(TOOLS))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
 COMPILED := $(CURDIR)/build/compiled
@@ -33,7 +36,7 @@ help:
 	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
 	@echo "make test      the fast tests, which use PyTorch at most as a peer: under two minutes on two cores (ARGS='-k limits -x' goes to pytest)"
 	@echo "make test-all  all tests, including those with PyTorch and its launchers, killed processes, examples, the benchmark"
-	@echo "make test-tools  the tests of tcpstore_async/tools, which nothing of the store imports"
+	@echo "make test-tools  the tests of tcpstore_async/tools and bench, which nothing of the store imports"
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
 	@echo "make simulate  random schedules of every kind, on the compiled build, and the planted defects: half an hour on two cores (SCALE=0.1: a tenth)"
@@ -58,10 +61,10 @@ demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torc
 # What the marks mean: pyproject.toml. Which folders have them: tests/conftest.py.
 .PHONY: test test-all test-exhaustive test-tools
 test: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "not slow" $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(STORE) -m "not slow" $(ARGS)
 
 test-tools: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/tools $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(TOOLS) $(ARGS)
 
 test-all: .venv/.test .venv/.torch
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(ARGS)
@@ -72,7 +75,7 @@ test-exhaustive: .venv/.test .venv/.torch
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
 test-compiled: .venv/.test .venv/.torch build/compiled/.made
-	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) $(STORE) -m "compiled" $(ARGS)
 
 # Any finding is an error, and so is a planted defect that is not found.
 SCALE ?= 1
@@ -101,7 +104,7 @@ AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_c
 check: .venv/.made
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(MAKE) build/compiled/.made & compiling=$$!; \
-	$(MAKE) lint && { $(MAKE) test-all ARGS='--ignore=tests/tools -m "not (compiled and (slow or repeated))" $(ARGS)' || \
+	$(MAKE) lint && { $(MAKE) test-all ARGS='$(STORE) -m "not (compiled and (slow or repeated))" $(ARGS)' || \
 		{ export TCPSTORE_TEST_BUILD=interpreted; $(AGAIN); }; }; status=$$?; \
 	wait $$compiling && exit $$status
 	@$(MAKE) test-compiled || { export TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)"; $(AGAIN); }
