@@ -127,6 +127,7 @@ def test_link(script: Script, kind: type[LinkTarget | SingleTarget]) -> None:
     target.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.unmeasured
 @every_in_pieces
 @over_links

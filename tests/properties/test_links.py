@@ -79,6 +79,7 @@ def _replay(up: bool, at: int, portion: int) -> tuple[_Cutting, object]:
     return fleet, everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("up", "portion"), thinned(product([True, False], [1, 2, 3, 1000]), [(True, 1), (False, 1000)])
 )

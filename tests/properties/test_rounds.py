@@ -208,6 +208,7 @@ options = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(fates, min_size=1, max_size=9), options, st.sampled_from([1, 2, 1000]))
 @example([(0.0, "hangs", 0.5), (0.0, "lives", 0.0), (1.0, "lives", 0.0)], Options(2, 3, 1e6, 1.0), 1000)

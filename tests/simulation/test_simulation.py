@@ -20,6 +20,7 @@ SEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "first"), [(kind, first) for kind, seeds in SEEDS.items() for first in seeds])
 def test_schedules_have_no_finding(kind: str, first: int) -> None:
     _, total, failures = portion(kind, range(first, first + SEEDS[kind].step))
