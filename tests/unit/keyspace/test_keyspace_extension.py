@@ -46,7 +46,7 @@ def heard(session: ServerSession) -> list[bytes]:
 
 def nothing_is_left(keyspace: Keyspace) -> bool:
     waiting = keyspace.waiters, keyspace.counters, keyspace.handoffs, keyspace.holes
-    return waiting == ({}, {}, {}, {}) and keyspace.size == 0
+    return waiting == ({}, {}, {}, {}) and (keyspace.size, keyspace.parked) == (0, 0)
 
 
 # Fetching

@@ -137,6 +137,7 @@ def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
         other.receive(b"")
     assert len(b"".join(other.out)) == 8 + 100 * 1008
     assert store.budget.listing() is not None
+    assert store._listing is None, "it is kept where nothing counts it"
 
 
 def test_a_queue_counts_its_overhead() -> None:
