@@ -140,13 +140,15 @@ class AgentRegistry(SharedRequests):
     def attend(self, waiter: Waiter, key: bytes, name: Framed, action: int, number: int) -> Framed:
         """Execute an action of an agent, unless there is no such agent; return the state of the rounds.
 
-        Raises ProtocolError for an action that there is not.
+        Raises ProtocolError for an action that does not exist, and as another agent than one that waits in MEET.
         """
         if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
             raise ProtocolError(
                 f"invalid ATTEND: action {action}, argument {number}, name length {counted(len(name) - PREFIX, 'byte')}"
             )
         agent, rounds = self._find(key, name)
+        if agent is not None and waiter.state == AWAITING_ROUND and self.represented.get(waiter) is not agent:
+            raise ProtocolError("ATTEND as another agent than the one for which MEET waits")
         if rounds is None:
             if action != CLOSE:
                 return _framed_status(_NO_ROUNDS)

@@ -213,8 +213,8 @@ COMMANDS: Final = (
             "without a sign of life for as many ticks as the argument says are removed. 2: ends the last call with "
             "this number. 3: closes the rounds; the argument is 1 if this agent's workers have succeeded. 4: removes "
             "the agent, unless it has a rank or is redundant. An agent is also removed when it has lost all its "
-            "connections. DELETE_KEY forgets rounds without agents. Closes the connection for any other numbers.",
-            since=3),
+            "connections. DELETE_KEY forgets rounds without agents. Closes the connection for any other numbers, and "
+            "for an agent other than the one for which its MEET still waits.", since=3),
     Command(0x4C, "LINK",         NAMED_VALUES,    VALUE,           "link",      SESSION | INTERNAL,
             "Makes the connection a link, or resumes a link whose connection broke. [links.md](links.md) specifies "
             "the items, the reply, which is JSON, and everything that follows if the reply says `new` or `resumed`. "

@@ -395,12 +395,14 @@ class Model:
     def attend(self, peer: Peer, key: bytes, name: bytes, action: int, number: int) -> bytes:
         if not 0 <= action <= 4 or (action == 1 and number < 1) or len(name) > 512:
             raise Closed
-        if action == 3:
-            self.meetings.setdefault(key, Meeting())
         meeting = self.meetings.get(key)
+        member = None if meeting is None else meeting.find(name)
+        if member is not None and peer.meeting is not None and peer.agent is not member:
+            raise Closed
         if meeting is None:
-            return framed(bytes(48))
-        member = meeting.find(name)
+            if action != 3:
+                return framed(bytes(48))
+            meeting = self.meetings[key] = Meeting()
         if member is not None:
             self.represent(peer, member)
             meeting.see(member)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.accounts import Account, Usage
 from tcpstore_async.keyspace.agents import (
@@ -68,6 +69,20 @@ def test_a_description_names_the_agents_of_the_round() -> None:
     assert job.described() == {"agents": ["a", "b"]}
     job.meet(b"late", most=2)
     assert job.described() == {"agents": ["a", "b"]}
+
+
+def test_who_waits_in_meet_does_not_act_for_another_agent() -> None:
+    """It would come back to an agent that no longer knows whom to answer (links, seed 40395)."""
+    job = Job()
+    waits, other = ServerSession(job.store, None, "::1", 1, 0.0), ServerSession(job.store, None, "::1", 2, 0.0)
+    assert job.keyspace.meet(other, b"job", pack(b"b"), 3, 3, -1) is None
+    assert job.keyspace.meet(waits, b"job", pack(b"a"), 3, 3, -1) is None
+    job.keyspace.attend(waits, b"job", pack(b"a"), LOOK, 0)
+    job.keyspace.attend(waits, b"job", pack(b""), LOOK, 0)
+    with pytest.raises(ProtocolError, match="another agent"):
+        job.keyspace.attend(waits, b"job", pack(b"b"), LOOK, 0)
+    job.keyspace.cancel_fetch(waits)
+    job.keyspace.attend(waits, b"job", pack(b"b"), LOOK, 0)
 
 
 def test_a_description_is_only_for_those_who_ask() -> None:
