@@ -99,10 +99,7 @@ class Leases(Queues):
         for key, item in reversed(leased):
             queue = self.queues.get(key)
             if queue is None:
-                if self.noting:
-                    self.note(key)
-                    self.close_group(key)
-                queue = self.queues[key] = deque()
+                queue = self._create_queue(key)
             queue.appendleft(item)
             self._end_lease(key)
         if self.waiters:

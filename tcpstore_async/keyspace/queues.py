@@ -43,10 +43,7 @@ class Queues(JoinRegistry):
         self._make_room(growth, new)
         self.queue_count += new
         if queue is None:
-            if self.noting:
-                self.note(key)
-                self.close_group(key)
-            queue = self.queues[key] = deque()
+            queue = self._create_queue(key)
         queue.append(value)
         self.size += growth
         if key in self.waiters:
@@ -54,6 +51,15 @@ class Queues(JoinRegistry):
             if self._woken > self.portion:
                 self._woken = 0
                 self.running = Running(pause())
+
+    def _create_queue(self, key: bytes) -> deque[Framed]:
+        """Add an empty queue, for the caller to put an item into."""
+        if self.noting:
+            self.note(key)
+            self.close_group(key)
+        queue: deque[Framed] = deque()
+        self.queues[key] = queue
+        return queue
 
     def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
         """Return the length before the pop and, unless that is 0, the oldest item."""
