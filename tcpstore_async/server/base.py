@@ -438,7 +438,7 @@ class Server:
     def _schedule_work(self) -> None:
         if not self._working:
             self._working = True
-            self.call_soon(self._work)
+            self.call_soon(self.work)
 
     def _report_refused(self, host: str, port: int) -> None:
         self.log_limited(
@@ -452,6 +452,22 @@ class Server:
         self._ticking.expect()
 
     # Internal; called by the loop, without the lock
+
+    def work(self) -> None:
+        """Run one portion of the long commands under way."""
+        with self.lock:
+            self._working = False
+            if self.stopped:
+                return
+            keyspace = self.store.keyspace
+            if keyspace.work:
+                self.store.activate()
+                keyspace.step()
+            more = self.named.work()
+            if self.store.hub.pending_flush:
+                self.flush_pending()
+            if more or keyspace.work:
+                self._schedule_work()
 
     def served(self) -> None:
         """Flush what a batch of new connections woke, and expect them to send VALIDATE in time."""
@@ -481,22 +497,6 @@ class Server:
                 self.call_soon(self._flush_more)
             if self.store.hub.pending_flush:  # the budget may have evicted peers for their unsent replies
                 self.flush_pending()
-
-    def _work(self) -> None:
-        """Run one portion of the long commands under way."""
-        with self.lock:
-            self._working = False
-            if self.stopped:
-                return
-            keyspace = self.store.keyspace
-            if keyspace.work:
-                self.store.activate()
-                keyspace.step()
-            more = self.named.work()
-            if self.store.hub.pending_flush:
-                self.flush_pending()
-            if more or keyspace.work:
-                self._schedule_work()
 
     def _serve_links(self) -> None:
         """Write the replies of sessions on links, once `_to_flush` is empty: they then share batches."""

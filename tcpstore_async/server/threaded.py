@@ -52,6 +52,9 @@ class Connection(Transport):
         self.caught_up = threading.Event()
         """Set while there are no unsent bytes; the writing thread sets it when it has sent them."""
         self.caught_up.set()
+        self.awake = threading.Event()
+        """Clear while its command in steps is parked until waiters are woken."""
+        self.awake.set()
         self.is_closed = False
         self.finishing = False
         """Whether it lasts only until its unsent bytes are sent."""
@@ -107,10 +110,13 @@ class Connection(Transport):
     def _catch_up(self) -> None:
         """Wait until all replies are sent, then execute the requests held back meanwhile.
 
-        A command that runs in steps continues at once: others may wait for its end.
+        A command that runs in steps continues at once: others may wait for its end. It is parked only while deferred
+        work wakes waiters: most wait for that themselves, and hundreds of threads would ask for the lock in vain.
         """
         if self.session.running is None:
             self.caught_up.wait()
+        else:
+            self.awake.wait()
         with self.server.lock:
             if self.session.stalled():
                 self._execute(b"")
@@ -128,6 +134,9 @@ class Connection(Transport):
             self.server.close_for(self, error)
         self.flush()
         self.server.flush_pending()
+        if self.session.waits_for_work() and not self.is_closed:
+            self.awake.clear()
+            self.server.parked.add(self)
 
     def flush(self) -> None:
         session = self.session
@@ -188,6 +197,7 @@ class Connection(Transport):
             return
         self.is_closed = True
         self.server.writer.remove(self)
+        self.server.wake(self)
         with suppress(OSError):
             self.peer.shutdown(socket.SHUT_RDWR)  # wakes its thread, which frees the descriptor
         self.leave(broken)
@@ -262,6 +272,8 @@ class ThreadedServer(base.Server):
         super().__init__(listener, limits, THREADED, _SESSION_BYTES, lock)
         self.writer = Writer(lock)
         self.connections: set[Connection] = set()
+        self.parked: set[Connection] = set()
+        """Connections whose command in steps waits until deferred work has woken waiters."""
         self._threads: set[Worker] = set()
         """Threads to join when the server stops."""
         self._ended: deque[Worker] = deque()
@@ -295,6 +307,19 @@ class ThreadedServer(base.Server):
     def call_soon(self, callback: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop may be closed already
             self.loop.call_soon_threadsafe(callback)
+
+    # Deferred work
+
+    def wake(self, connection: Connection) -> None:
+        """Let a parked command continue. With the lock."""
+        self.parked.discard(connection)
+        connection.awake.set()
+
+    def work(self) -> None:
+        super().work()
+        with self.lock:
+            for connection in [one for one in self.parked if not one.session.waits_for_work()]:
+                self.wake(connection)
 
     # Accepting
 

@@ -188,6 +188,10 @@ class ServerSession(Session):
         """
         return self.input_buffer is not None and self.need == 0
 
+    def waits_for_work(self) -> bool:
+        """Whether its command in steps may be waiting until the keyspace's deferred work has woken waiters."""
+        return self.running is not None and self.store.keyspace.waking is not None
+
     def hold_back(self, chunk: bytes) -> None:
         """Keep bytes that arrive while this is `stalled`. Raises BudgetError."""
         kept = self.input_buffer

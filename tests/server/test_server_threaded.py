@@ -189,6 +189,47 @@ def test_a_peer_that_floods_does_not_starve_others(server: Served, monkeypatch: 
     assert executed[:3] == [flood, second, flood]
 
 
+def test_a_command_that_waits_for_deferred_work_does_not_ask_for_the_lock(
+    server: Served, other: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else hundreds of them would starve everybody, the deferred work included."""
+    names = [b"/%d" % i for i in range(20)]
+    multi_set = b"\x0b" + u64(len(names)) + b"".join(blob(name) + blob(b"") for name in names)
+    go = threading.Event()
+    real_work, real_execute = ThreadedServer.work, Connection._execute
+    executed: list[Connection] = []
+
+    def work(self: ThreadedServer) -> None:
+        go.wait(LIMIT)
+        real_work(self)
+
+    def execute(self: Connection, chunk: bytes) -> None:
+        executed.append(self)
+        real_execute(self, chunk)
+
+    with ExitStack() as stack:
+        waiting, first, second = (stack.enter_context(RawPeer(server.port)) for _ in range(3))
+        connection = server.connection(second)
+        server.connection(first)
+        server.connection(waiting)
+        server.server.store.keyspace.portion = 4
+        monkeypatch.setattr(ThreadedServer, "work", work)
+        monkeypatch.setattr(Connection, "_execute", execute)
+        stack.callback(go.set)
+        waiting.send(b"\x06" + keys(*names))
+        until(lambda: server.server.store.keyspace.waiters.get(names[-1]), "it waits")
+        first.send(multi_set)
+        until(lambda: server.server.store.keyspace.waking, "deferred work is to wake it")
+        second.send(multi_set)
+        until(lambda: connection.session.running, "the second waits for that work")
+        for _ in range(50):
+            other.ping()
+        assert executed.count(connection) <= 2
+        go.set()
+        assert waiting.read(1) == b"\0"
+        second.ping()
+
+
 # Writing
 
 
