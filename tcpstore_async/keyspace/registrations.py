@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from ..base.errors import LimitError, ProtocolError
 from ..base.limits import PARKED_BYTES
+from ..wire.values import Value
 from .accounts import Account
 from .steps import UNCUT, Later, Running, Steps
 from .waiter_types import (
@@ -44,6 +45,18 @@ FEW: Final = 16
 dropped at once, as many waiters may go at the same moment."""
 
 
+class Written:
+    """The registrations under one key that a write has used up."""
+
+    def __init__(self, key: bytes, registered: dict[Waiter, None], value: Value, empty: bool) -> None:
+        self.key = key
+        self.registered = registered
+        self.value = value
+        """The value at that time, as it is sent to a waiter that fetches it."""
+        self.empty = empty
+        """Whether the queue of this name had no items."""
+
+
 class Registrations(GroupRegistry):
     """Which waiters are registered under which keys, and what that counts. The base class of `WaiterRegistry`."""
 
@@ -64,6 +77,10 @@ class Registrations(GroupRegistry):
         """What finished commands have left to do; see `step`."""
         self.working = False
         """Whether there is work: cheaper to test than a deque."""
+        self.unwoken: deque[Written] = deque()
+        """Registrations that writes have used up, and of whose waiters deferred work has yet to tell that."""
+        self.written: dict[bytes, list[Written]] = {}
+        """The same, keyed by key."""
         self.waking: dict[bytes, None] | None = None
         """Keys written by a MULTI_SET whose waiters deferred work has yet to wake; None if there is no such work."""
         self._awaited: int = 0
@@ -108,6 +125,10 @@ class Registrations(GroupRegistry):
         """Find out whether anything has to be noted before a key changes, such as `finish_waking`."""
         raise NotImplementedError
 
+    def wake_where_written(self, waiter: Waiter) -> None:
+        """Use up the registrations of a waiter that are in `written`."""
+        raise NotImplementedError
+
     # Deferred work
 
     def defer(self, work: Later) -> None:
@@ -127,23 +148,29 @@ class Registrations(GroupRegistry):
         self._woken = 0
 
     def postpones(self, waiter: Waiter) -> bool:
-        """Whether a waiter may have more registrations for `waking` to use up than `resolve` uses up at once.
+        """Whether a waiter may have more registrations for deferred work to use up than `resolve` uses up at once.
 
         Its next command has to be postponed until that work is done.
         """
-        return self.waking is not None and self._needs_steps(waiter)
+        return self.wakes_many() and self._needs_steps(waiter)
+
+    def wakes_many(self) -> bool:
+        """Whether deferred work has to wake the waiters of many keys."""
+        return self.waking is not None or len(self.written) > self.portion
 
     def resolve(self, waiter: Waiter) -> None:
         """Do the deferred work that concerns a waiter, before it sends or receives anything else.
 
         For one whose commands are postponed that takes long: only a queue that needs to know what it awaits does so.
         """
-        group = waiter.group
-        if group is not None:
-            for work in list(self.work):  # it may grow by the waking of the group
-                if work.resolve is not None:
-                    work.resolve(group)
-        for work in self.work:
+        if waiter.group is not None:
+            self._resolve(waiter.group)
+        self._resolve(waiter)
+
+    def _resolve(self, waiter: Waiter) -> None:
+        if self.written:
+            self.wake_where_written(waiter)
+        for work in list(self.work):  # resolving one may defer more
             if work.resolve is not None:
                 work.resolve(waiter)
 
@@ -308,9 +335,6 @@ class Registrations(GroupRegistry):
         most = self.portion
         while departed:
             waiter = departed[0]
-            if self.postpones(waiter):
-                self.defer(Later(self._unpark_departed()))  # behind that work
-                return
             most -= 1 if waiter.parked is None else len(waiter.parked) + 1
             if self.unpark_some(waiter, self.portion):
                 departed.popleft()
@@ -320,8 +344,6 @@ class Registrations(GroupRegistry):
 
     def unpark_some(self, waiter: Waiter, most: int) -> bool:
         """Drop at most so many registrations of an idle waiter; True if none is left."""
-        if self.working:
-            self.resolve(waiter)  # registrations that `_wake_many` holds
         parked = waiter.parked
         if parked is not None:
             for _ in range(min(most, len(parked))):
@@ -333,9 +355,14 @@ class Registrations(GroupRegistry):
 
     def _unregister(self, waiter: Waiter, key: bytes) -> None:
         """Drop one registration."""
-        del self.waiters[key][waiter]
         self._weigh(waiter, -self.registration_bytes(key))
-        self._drop_empty(key)
+        registered = self.waiters.get(key)
+        if registered is not None and waiter in registered:
+            del registered[waiter]
+            self._drop_empty(key)
+            return
+        for written in self.written[key]:
+            written.registered.pop(waiter, None)
 
     def _drop_empty(self, key: bytes) -> None:
         """Drop what is kept for a key of which a registration was removed, if that was the last; or note the hole."""

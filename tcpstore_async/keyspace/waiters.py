@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ..base.errors import ProtocolError
 from ..wire.values import Framed, Value
-from .registrations import FEW, LONG, Registrations
+from .registrations import FEW, LONG, Registrations, Written
 from .steps import Later, Running, Steps
 from .waiter_types import (
     AWAITING_ITEM,
@@ -95,36 +95,63 @@ class WaiterRegistry(Registrations):
             self.counter_changed(counter)
 
     def _wake_later(self, key: bytes, registered: dict[Waiter, None]) -> None:
-        """Defer using up registrations, in order of arrival."""
-        value, empty = self.reply_value(key), self.queue_len(key) == 0
-        self.defer(
-            Later(self._wake_each(key, registered, value, empty), partial(self._wake, key, registered, value, empty))
-        )
+        """Defer using up registrations, in order of arrival.
 
-    def _wake_each(self, key: bytes, registered: dict[Waiter, None], value: Value, empty: bool) -> Iterator[None]:
-        portion = max(1, self.portion // len(value)) if isinstance(value, list) else self.portion
-        while True:
-            for waiter in list(islice(registered, portion)):
-                self._wake(key, registered, value, empty, waiter)
-            if not registered:
-                return
-            yield
-
-    def _wake(self, key: bytes, registered: dict[Waiter, None], value: Value, empty: bool, waiter: Waiter) -> None:
-        """Use up a registration, if the waiter still has it, whose key was written earlier.
-
-        `value` is the value at that time, and `empty` is whether the queue of this name had no items.
+        All that is deferred so is one piece of work, with an index: one peer can write to many keys that few others
+        have listed, and their next commands must not look for them in each of as many pieces of work.
         """
+        written = Written(key, registered, self.reply_value(key), self.queue_len(key) == 0)
+        self.written.setdefault(key, []).append(written)
+        self.unwoken.append(written)
+        if len(self.unwoken) == 1:
+            self.defer(Later(self._wake_written()))
+
+    def _wake_written(self) -> Iterator[None]:
+        unwoken = self.unwoken
+        most = self.portion
+        while unwoken:
+            written = unwoken[0]
+            cost = len(written.value) or 1 if isinstance(written.value, list) else 1
+            some = list(islice(written.registered, max(1, most // cost)))
+            for waiter in some:
+                self._wake(written, waiter)
+            most -= cost * len(some) + 1
+            if not written.registered:
+                unwoken.popleft()
+                others = self.written[written.key]
+                others.remove(written)
+                if not others:
+                    del self.written[written.key]
+            if most <= 0 and unwoken:
+                yield
+                most = self.portion
+
+    def wake_where_written(self, waiter: Waiter) -> None:
+        parked, found = waiter.parked, self.written
+        if parked is None:
+            return
+        keys = (
+            [key for key in parked if key in found]
+            if len(parked) < len(found)
+            else [key for key in found if key in parked]
+        )
+        for key in keys:
+            for written in list(found[key]):
+                self._wake(written, waiter)
+
+    def _wake(self, written: Written, waiter: Waiter) -> None:
+        """Use up a registration, if the waiter still has it, whose key was written earlier."""
+        registered = written.registered
         if waiter not in registered:
             return
         del registered[waiter]  # compiled, `pop` costs three times as much
-        ended = self._count_down(waiter, key)
+        ended = self._count_down(waiter, written.key)
         if ended == AWAITING_KEYS:
             waiter.fire(None)
         elif ended == AWAITING_VALUE:
             waiter.awaited = b""
-            waiter.fire(value)
-        elif ended == AWAITING_ITEM and empty:
+            waiter.fire(written.value)
+        elif ended == AWAITING_ITEM and written.empty:
             waiter.awaited = b""
             waiter.grant(0, None)
         elif ended != IDLE:

@@ -23,7 +23,7 @@ import msgspec
 from ..base.addresses import spelled
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
 from ..keyspace.steps import Later, Running, Steps, free_dict
-from ..keyspace.waiter_types import AWAITING_STORE, IDLE
+from ..keyspace.waiter_types import AWAITING_STORE, IDLE, Waiter
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from ..wire.values import Framed, pack, unpack
 from .identity import (
@@ -656,14 +656,23 @@ class NamedStores:
         root.budget.remove(store.share)
         root.budget.charge(-store.bytes())
         dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
+        # Sessions that have left, of which these still know, refer to the store: it would be part of a cycle.
+        departed = list(keyspace.departed)
+        dicts += [keyspace.waiters, keyspace.written]
+        keyspace.departed.clear()
+        keyspace.unwoken.clear()
+        if departed:
+            root.keyspace.defer(Later(_forget_registrations(departed, root.keyspace.portion)))
         if store.observer is not None:
-            writes, departed = store.observer.dispose()
+            writes, left = store.observer.dispose()
             dicts += writes
-            for sessions in departed:
+            for sessions in left:
                 root.keyspace.free_later(sessions)
         for held in dicts:
             if len(held) > _MANY:
                 root.keyspace.defer(Later(free_dict(held, root.keyspace.portion)))
+            else:
+                held.clear()
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(Later(free_dict(joins.waiters, root.keyspace.portion)))
@@ -675,6 +684,16 @@ class NamedStores:
         keyspace.on_work = None
         keyspace.work.clear()
         store.dispose()
+
+
+def _forget_registrations(departed: list[Waiter], portion: int) -> Iterator[None]:
+    """Free the sets of keys under which waiters that have gone were registered."""
+    for waiter in departed:
+        parked, waiter.parked = waiter.parked, None
+        while parked:
+            for _ in range(min(portion, len(parked))):
+                parked.pop()
+            yield
 
 
 def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:

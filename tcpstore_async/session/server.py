@@ -190,7 +190,7 @@ class ServerSession(Session):
 
     def waits_for_work(self) -> bool:
         """Whether its command in steps may be waiting until the keyspace's deferred work has woken waiters."""
-        return self.running is not None and self.store.keyspace.waking is not None
+        return self.running is not None and self.store.keyspace.wakes_many()
 
     def hold_back(self, chunk: bytes) -> None:
         """Keep bytes that arrive while this is `stalled`. Raises BudgetError."""

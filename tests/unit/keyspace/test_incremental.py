@@ -634,3 +634,72 @@ def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(store: St
     ask(greeted(store), "attend", b"job", b"e", 4, 0)
     finish(*waiting)
     assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4
+
+
+def test_writes_to_many_keys_that_the_same_few_await_are_one_piece_of_work() -> None:
+    """Else each of the next commands would look for its session in all of them."""
+    store = Store(Limits(), portion=20)
+    waiting = [greeted(store) for _ in range(17)]
+    names = [b"k%d" % number for number in range(200)]
+    for session in waiting:
+        ask(session, "wait", [*names, b"never"])
+        finish(session)
+    writer = greeted(store)
+    before = store.keyspace.parked
+    for name in names:
+        ask(writer, "set", name, pack(b""))
+        assert len(store.keyspace.work) <= 1
+    steps = 0
+    while store.keyspace.work:
+        store.keyspace.step()
+        steps += 1
+    assert 17 * 200 // 20 <= steps <= 17 * 200 // 5, "each step has a portion of the registrations"
+    assert 0 < store.keyspace.parked < before / 100
+    assert not store.keyspace.written
+    ask(writer, "set", b"never", pack(b""))
+    assert [heard(session) for session in waiting] == [b"\0"] * 17
+
+
+def test_a_session_with_many_awaited_keys_that_were_written_goes_on_later() -> None:
+    store = Store(Limits(), portion=20)
+    waiting = [greeted(store) for _ in range(17)]
+    names = [b"k%d" % number for number in range(200)]
+    for session in waiting:
+        ask(session, "wait", [*names, b"never"])
+        finish(session)
+    writer = greeted(store)
+    for name in names:
+        ask(writer, "set", name, pack(b""))
+    ask(waiting[0], "ping", 7)
+    assert heard(waiting[0]) == b""
+    ask(waiting[1], "cancel_wait")
+    waiting[2].leave()
+    finish(*waiting)
+    assert heard(waiting[0]) == b"\x07\0\0\0"
+    assert heard(waiting[1]) == b"\1"
+    for session in waiting:
+        session.leave()
+    finish(writer)
+    assert nothing_is_left(store)
+
+
+def test_who_has_left_is_forgotten_however_many_keys_are_written() -> None:
+    """While MULTI_SETs come one after the other there is always something to wake."""
+    store = Store(Limits(), portion=20)
+    waiting, gone, first, second = (greeted(store) for _ in range(4))
+    ask(waiting, "wait", [b"w%d" % number for number in range(30)])
+    ask(gone, "wait", [b"g%d" % number for number in range(100)])
+    finish(waiting, gone)
+    pairs = [(b"/%d" % number, pack(b"")) for number in range(30)]
+    ask(first, "multi_set", pairs)
+    gone.leave()
+    for _ in range(20):
+        assert store.keyspace.waking is not None
+        ask(second, "multi_set", pairs)
+        store.keyspace.step()
+        while store.keyspace.waking is not None:
+            store.keyspace.step()
+        second.receive(b"")
+        first, second = second, first
+    assert not store.keyspace.departed
+    assert not any(name.startswith(b"g") for name in store.keyspace.waiters)

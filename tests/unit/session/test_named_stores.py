@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from conformance.frames import (
     join,
     lease,
     meet,
+    multi_set,
     push,
     queue_len,
     set_,
@@ -713,6 +715,35 @@ def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
     assert honest not in server.closed
     assert server.closed
     assert server.store.budget.used() <= 16 * 1024 * 1024
+
+
+@pytest.mark.parametrize("portion", [1000, 5])
+def test_a_store_is_freed_though_the_last_to_leave_had_many_waits(portion: int) -> None:
+    """At once, without the garbage collector, and in steps if there are many registrations."""
+    server = Server(portion)
+    owner = server.owner("a:1")
+    rank = server.rank("a:1")
+    server.say(rank, wait(*[b"k%d" % number for number in range(40)]))
+    kept = weakref.ref(rank.store)
+    gc.disable()
+    try:
+        server.leave(owner)
+        server.closed.clear()
+        del owner, rank
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_who_waits_for_a_store_and_is_refused_with_a_long_request_incomplete(server: Server) -> None:
+    waiting = server.connect()
+    server.say(waiting, enter("a:1"))
+    server.say(waiting, join(b"init/", b"t"))  # which binds it to the unnamed store
+    request = multi_set(*[(b"/%d" % number, b"") for number in range(3000)])
+    server.say(waiting, request[:-30])
+    server.owner("a:1")
+    with pytest.raises(PeerError):
+        server.say(waiting, request[-30:])
 
 
 @pytest.mark.parametrize("observed", [False, True])
