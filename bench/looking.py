@@ -77,7 +77,7 @@ def _exchange(link: ClientLink, peer: socket.socket, lock: threading.Lock) -> No
         while data := peer.recv(1 << 18):
             with lock:
                 link.receive(data)
-                link.close_batch()
+                link.seal()
     except OSError:
         pass
 
@@ -123,7 +123,7 @@ def _job(port: int, options: argparse.Namespace, absent: frozenset[int]) -> Iter
                     out, link.out = link.out, []
                     peer.sendall(b"".join(out))
             with lock:
-                link.close_batch()
+                link.seal()
             threading.Thread(target=_stay, args=(link, peer, lock), daemon=True).start()
         yield
 

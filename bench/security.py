@@ -145,7 +145,7 @@ class Carrier:
         for _ in range(batches):
             for rank in ranks:
                 link.send(rank, _ADD)
-            link.close_batch()
+            link.seal()
             data, link.out = b"".join(link.out), []
             self.peer.sendall(data)
             self.replied = 0

@@ -593,12 +593,12 @@ def link_sessions(alike: bool) -> Case:
         for number, stream in enumerate(streams):
             client.open(stream, "127.0.0.1", number)
             client.send(stream, frame("validate", MAGIC))
-        client.close_batch()
+        client.seal()
         loop.prepare(b"".join(client.out))
         client.out.clear()
         for number, stream in enumerate(streams):
             client.send(stream, frame("add", b"/all" if alike else b"/%d" % number, 1))
-        client.close_batch()
+        client.seal()
         loop.send(b"".join(client.out))
 
     return case
@@ -619,7 +619,7 @@ def acknowledged(loop: Loop) -> None:
         session.out.clear()
         session.unsent = 0
     assert carrier.single is link
-    loop.send(frame("taken", link.sent), session)
+    loop.send(frame("taken", link.stream.sent), session)
 
 
 ENTER = frame("enter", [(b"name", pack(b"a"))])

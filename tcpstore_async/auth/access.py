@@ -101,6 +101,20 @@ class Access:
         """Return whether a stored key has the token's prefix."""
         return key.startswith(self._scope)
 
+    def includes(self, other: "Access") -> bool:
+        """Return whether it allows at least what another token allows."""
+        limits = (
+            (self.max_keys, other.max_keys),
+            (self.max_bytes, other.max_bytes),
+            (self.max_sessions, other.max_sessions),
+        )
+        return (
+            self._level >= other._level
+            and other.prefix.startswith(self.prefix)
+            and self.store in ("", other.store)
+            and all(not mine or 0 < theirs <= mine for mine, theirs in limits)
+        )
+
     def whole(self) -> bool:
         """Return whether the token is not restricted to a prefix."""
         return not self._scope

@@ -307,6 +307,9 @@ class WaiterRegistry(Registrations):
         if ended == AWAITING_VALUE:
             waiter.fire(self.reply_value(key))
             return
+        if waiter.skip_suspended(key):  # it asks again, should it come back
+            waiter.grant(0, None)
+            return
         before = self.charge(waiter.account())  # whose lease it is, and for whom it ends
         length, item = self.lease(waiter, key, waiter.number)
         self.charge(before)

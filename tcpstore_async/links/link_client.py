@@ -35,7 +35,8 @@ from ..wire.link import (
     VERSION,
 )
 from ..wire.values import pack
-from .link import NEW, RESUMED, Link, LinkReply
+from .frames import NEW, RESUMED, Link, LinkReply
+from .resume import Uncounted
 
 _ALL: Final = 1 << 60
 
@@ -74,7 +75,7 @@ class ClientLink(Link):
         `place` identifies the holder of the link, such as the host and port of a relay: a new link ends the previous
         one of its place. `describe` describes the holder for the server's log.
         """
-        super().__init__()
+        super().__init__(Uncounted())
         self.identity = secrets.token_bytes(16)
         self.secret = secrets.token_bytes(16)
         self.place = place
@@ -92,10 +93,10 @@ class ClientLink(Link):
         """Number of LINKs sent."""
         self._last: int = 0
         self._rest: list[bytes] = []
-        """The beginning of an incomplete batch."""
+        """The beginning of an incomplete frame."""
         self._rest_bytes: int = 0
         self._need: int = 0
-        """Bytes that the batch needs to be complete, as far as known."""
+        """Bytes that the frame needs to be complete, as far as known."""
 
     # The connection
 
@@ -110,7 +111,7 @@ class ClientLink(Link):
             "attempt": b"%d" % self._attempts,
         }
         if self.instance:
-            items.update(instance=self.instance.encode(), taken=b"%d" % self.taken, told=b"%d" % self.peer_taken())
+            items.update(instance=self.instance.encode(), taken=b"%d" % self.taken, told=b"%d" % self.told())
         items.update({name: text.encode() for name, text in self.description.items()})
         request = BY_METHOD["link"].prefix + BY_METHOD["link"].request.encode(link_fields(items))
         if validate:
@@ -175,6 +176,7 @@ class ClientLink(Link):
     def close_link(self) -> None:
         """End the link, with all its streams."""
         self.add(CLOSE, LINK, LOST)
+        self.untold = 0  # no acknowledgement may follow it
 
     # In
 

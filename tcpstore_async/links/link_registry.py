@@ -18,7 +18,7 @@ from ..session.store import PORTION, Store
 from ..session.transport import Transport
 from ..wire.link import GOING_AWAY, LINK, VERSION
 from ..wire.values import Framed, pack, unpack
-from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
+from .frames import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
 from .link_server import LinkInput, ServerLink
 from .linked_session import LinkedSession
 from .single_link import SingleLink
@@ -80,8 +80,8 @@ class LinkRegistry(LinkWork):
             elif known.attempt and attempt <= known.attempt:
                 # It was delayed, or recorded and replayed.
                 refusal = f"attempt {attempt} is stale: the link is already at attempt {known.attempt}"
-            elif not self._same_access(carrier, known):
-                refusal = "the link belongs to a client that authenticated differently"
+            elif not self._may_resume(carrier, known):
+                refusal = "the link belongs to a client whose token allows more"
             if refusal:
                 self.on_refusal(carrier.host, str(carrier), f"LINK refused: {refusal}")
                 return self._reply(LINK_REFUSED, 0, refusal)
@@ -116,14 +116,17 @@ class LinkRegistry(LinkWork):
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
 
-    def _same_access(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
-        """Return whether a connection has the same access as the one that opened the link."""
+    def _may_resume(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
+        """Return whether a connection may do at least what the one that opened the link may: tokens are renewed."""
         granted = self.store.hub.auth.granted
         if isinstance(known, SingleLink):
             was, access = known.session in granted, granted.get(known.session)
         else:
             was, access = known.granted, known.access
-        return was == (carrier in granted) and access == granted.get(carrier)
+        if not was or carrier not in granted:
+            return was == (carrier in granted)
+        now = granted[carrier]
+        return now is None or (access is not None and now.includes(access))
 
     def make_way(self, session: ServerSession) -> None:
         usage = self.store.hub.auth.usage_of(session)
@@ -167,7 +170,7 @@ class LinkRegistry(LinkWork):
             if link is None:
                 return self._reply(UNKNOWN, 0)
             taken = _number(said, b"taken")
-            if said[b"instance"] != self.instance.encode() or self.stopping or not link.can_resume(taken):
+            if said[b"instance"] != self.instance.encode() or self.stopping or not link.stream.can_resume(taken, 0):
                 link.end("its client has lost its state, or the server is stopping")
                 return self._reply(UNKNOWN, 0)
             link.acknowledge(taken)
@@ -186,7 +189,7 @@ class LinkRegistry(LinkWork):
         status = RESUMED if said.get(b"instance") else NEW
         self.attaching[carrier] = link
         store.hub.pending_flush.append(carrier)
-        return self._reply(status, link.received)
+        return self._reply(status, link.stream.taken)
 
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
         reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)

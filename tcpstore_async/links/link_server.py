@@ -35,6 +35,7 @@ from ..wire.link import (
     U16,
     U32,
 )
+from ..wire.values import length
 from .linked_session import LinkedSession, SharedLink
 from .work import LinkWork
 
@@ -90,7 +91,7 @@ class LinkInput(PartialRequest):
 
 
 class _LinkMemory(Holder):
-    """A link in the budget: `held` are the bytes of frames that its client has not acknowledged."""
+    """A link in the budget: `backlog` has the frames that its client has not acknowledged."""
 
     def __init__(self, link: "ServerLink") -> None:
         super().__init__()
@@ -138,10 +139,6 @@ class ServerLink(SharedLink):
         return f"the link{place} from {self.host} ({counted(len(self.sessions), 'session')})"
 
     # The connection
-
-    def can_resume(self, taken: int, told: int) -> bool:
-        """Return whether both ends still have the batches that the other has not taken."""
-        return self.peer_taken() <= taken <= self.number and told <= self.taken
 
     def attach(self, carrier: ServerSession, taken: int) -> None:
         """Use a connection, new or replaced."""
@@ -225,11 +222,11 @@ class ServerLink(SharedLink):
             at, need = self.take(data, at, end, most)
         finally:
             self._taking = False
-        if self.carrier is carrier:
+        if self.carrier is not carrier or self.in_same():  # replies to what travels once travel once
+            self._count()
+        else:
             self._move_on()
             self._move_out(carrier)
-        else:
-            self._count()
         return at, need
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
@@ -343,21 +340,20 @@ class ServerLink(SharedLink):
         count = self._move_on()
         carrier = self.carrier
         if carrier is None:
-            self.close_batch()
+            self.seal()
             self._count()
         elif self._move_out(carrier):
             self.registry.store.hub.pending_flush.append(carrier)
         return count
 
     def _move_out(self, carrier: ServerSession) -> bool:
-        """Close the batch and move it to the connection's session; return whether there is anything to send."""
-        self.close_batch()
+        """Move the added frames to the connection's session; return whether there is anything to send."""
+        self.seal()
         out = self.out
         if out:
             self.out = []
-            for batch in out:
-                carrier.out.append(batch)
-                carrier.unsent += len(batch)
+            carrier.out.extend(out)
+            carrier.unsent += length(out)
             self._sent = self.registry.now
         self._count()
         return len(out) > 0
@@ -365,16 +361,18 @@ class ServerLink(SharedLink):
     def _count(self) -> None:
         """Charge the budget for what the link holds. If that is too much, a peer, perhaps this one, is evicted."""
         memory = self._memory
-        growth = 0 if self.over else self.held_bytes() - memory.held
+        if self.over:
+            return
+        budget = self.registry.store.budget
+        memory.backlog = self.kept
+        growth = self.added_bytes - memory.held
         if growth:
-            budget = self.registry.store.budget
             memory.held += growth
             budget.charge(growth)
-            if growth > 0:
-                try:
-                    budget.relieve(memory)
-                except BudgetError as error:
-                    memory.evict(error)
+        try:
+            budget.relieve(memory)
+        except BudgetError as error:
+            memory.evict(error)
 
     def wait(self, linked: LinkedSession) -> None:
         """Let a session send its backlog when there is credit and space, after other waiting sessions."""

@@ -14,19 +14,23 @@ from ..base.errors import PeerError, ProtocolError
 from ..session.server import ServerSession
 from ..session.slots import NO_COMMANDS
 from ..session.store import Store
-from ..session.unsent import first_bytes
+from ..session.unsent import Unsent, first_bytes
 from ..wire.link import (
     CLOSE,
     CREDIT,
     LOST,
     PIECE_BYTES,
+    REPLY_CREDIT_BYTES,
     U32,
 )
-from ..wire.values import length
+from ..wire.values import Framed, length
 from .credit import Credit
-from .link import Link
+from .frames import Link
 from .skipped_queues import SkippedQueues
 from .work import LinkWork
+
+_LONG: Final = 4 * 1024
+"""Replies of more bytes are shared, as objects, by the sessions that get the same."""
 
 _STEP_COST: Final = 250
 """Cost of a step of a long command, in frames."""
@@ -36,7 +40,7 @@ class SharedLink(Link):
     """The server's end of a link, as seen by the sessions on it."""
 
     def __init__(self, registry: LinkWork) -> None:
-        super().__init__()
+        super().__init__(registry.store.budget)
         self.registry = registry
         self.carrier: ServerSession | None = None
         """The session of its connection; None if there is none."""
@@ -50,10 +54,50 @@ class SharedLink(Link):
         """Whether it has ended; some of its sessions may still have to be closed."""
         self.skipped = SkippedQueues(registry)
         """Queues for which its sessions were skipped while there was no connection."""
+        self._parts: list[Framed] = []
+        """The parts of the last long reply, until frames are sealed: other sessions may get the same."""
+        self._reply: bytes = b""
+        """These, joined."""
+        self._piece_of: bytes = b""
+        """The long reply, or value, of which a piece was sent last, until frames are sealed."""
+        self._piece_at: int = 0
+        self._piece: bytes = b""
 
     def note(self) -> None:
         """Schedule sending the added frames."""
         raise NotImplementedError
+
+    def joined(self, parts: list[Framed]) -> bytes:
+        """Return a long reply as one object: that of the session before, if its reply has the same parts.
+
+        So the reply is not copied and compared for each session, and the budget counts it once.
+        """
+        if parts != self._parts:
+            reply = b"".join(parts)
+            if set(map(type, parts)) != {bytes}:  # a bytearray may grow
+                return reply
+            self._parts = list(parts)
+            self._reply = reply
+        return self._reply
+
+    def piece(self, backlog: Unsent, most: int) -> bytes:
+        """Return up to `most` bytes of a backlog: the object of the session before, if that has sent the same."""
+        size = min(PIECE_BYTES, most)
+        first = backlog.pieces[0]
+        if not isinstance(first, bytes) or len(first) < _LONG:
+            return b"".join(first_bytes(backlog.batch(), size))
+        at = backlog.taken
+        if first is not self._piece_of or at != self._piece_at or len(self._piece) > size:
+            self._piece_of = first
+            self._piece_at = at
+            self._piece = first[at : at + size]
+        return self._piece
+
+    def seal(self) -> None:
+        super().seal()
+        if self._parts or self._piece:
+            self._parts = []
+            self._reply = self._piece_of = self._piece = b""
 
     def wait(self, linked: "LinkedSession") -> None:
         """Let a session send its backlog when there is credit and space, after other waiting sessions."""
@@ -150,7 +194,7 @@ class LinkedSession(Credit):
         session = self.session
         backlog = session.backlog
         while backlog is not None and self.credit > 0:
-            piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+            piece = self.link.piece(backlog, self.credit)
             self.credit -= len(piece)
             self.link.add_data(self.number, piece)
             if backlog.took(len(piece)):
@@ -194,11 +238,11 @@ class LinkedSession(Credit):
         elif size <= self.credit and size <= PIECE_BYTES and link.has_room():
             self.credit -= size
             session.unsent = 0
-            reply = out[0] if len(out) == 1 else b"".join(out)
+            reply = out[0] if len(out) == 1 else link.joined(out) if size > _LONG else b"".join(out)
             link.add_data(self.number, reply if isinstance(reply, bytes) else bytes(reply))
             link.note()
         else:
-            session.keep_unsent(out, 0)
+            session.keep_unsent([link.joined(out)] if len(out) > 1 and _LONG < size <= REPLY_CREDIT_BYTES else out, 0)
             link.wait(self)
         out.clear()
 
@@ -219,7 +263,7 @@ class LinkedSession(Credit):
         if backlog is None:
             self.waiting = False
             return False
-        piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+        piece = self.link.piece(backlog, self.credit)
         self.credit -= len(piece)
         session.unsent -= len(piece)
         self.link.add_data(self.number, piece)

@@ -16,7 +16,7 @@ from ..session.identity import build
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD
 from ..wire.link import VERSION
-from .link import NEW, RESUMED
+from .frames import NEW, RESUMED
 from .link_client import link_fields, read_reply
 
 _COMPILED: Final = build() == "compiled"

@@ -11,27 +11,18 @@ under way continue.
 from math import inf
 from typing import Final
 
-from ..base.errors import BudgetError, PeerError, ProtocolError, counted
+from ..base.errors import BudgetError, PeerError, ProtocolError
 from ..session.budget import SESSION_BYTES, Holder
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..session.transport import Keeper, Transport
-from ..session.unsent import Unsent
 from ..wire.values import Framed, length
+from .resume import Resumable
 from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 SINGLE_BYTES: Final = SESSION_BYTES
 """Bytes counted for a single link, besides its session and unacknowledged replies."""
-
-_COPIED: Final = 1024
-"""Shorter pieces are copied together: they are acknowledged soon."""
-
-_MANY_PIECES: Final = 2048
-"""With more pieces, `_COPIED_OF_MANY` applies: dropping acknowledged pieces must not take long."""
-
-_COPIED_OF_MANY: Final = 4096
-"""Shorter pieces are copied together if there are many."""
 
 MOST_PIECES: Final = 8192
 """A link that would keep more pieces ends. Its session then ends with the connection."""
@@ -62,15 +53,12 @@ class SingleLink(Keeper):
         self.single = self
         self.carrier: Transport | None = None
         """The connection; None while it is broken."""
-        self.received: int = 0
-        """Bytes received from the client since LINK."""
-        self.sent: int = 0
-        """Bytes of replies since LINK."""
+        self.stream = Resumable(registry.store.budget)
+        """The bytes since LINK: requests taken, and replies."""
         self.attempt: int = 0
         """The number of the last LINK that succeeded; 0 if the client does not count."""
         self.over = False
         self._kept = _Kept(session)
-        self._kept_bytes: int = 0
         self._skipped = SkippedQueues(registry)
         self._lost: float = 0.0
         self._stepping = False
@@ -81,10 +69,6 @@ class SingleLink(Keeper):
         return f"the session of {self.session}"
 
     # The connection
-
-    def can_resume(self, taken: int) -> bool:
-        """Return whether all bytes that the client has not received are still kept."""
-        return not self.over and self.sent - self._kept_bytes <= taken <= self.sent
 
     def attach(self, carrier: Transport, session: ServerSession) -> None:
         """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
@@ -97,10 +81,10 @@ class SingleLink(Keeper):
         if session is not mine:
             if mine.out:
                 self.flush()
-            kept = self._kept.backlog
+            kept = self.stream.kept
             if kept is not None:
-                mine.unsent = self._kept_bytes
-                carrier.send_again(kept.copies(), kept.taken)
+                mine.unsent = self.stream.kept_bytes
+                carrier.send_again(kept.shared(), kept.taken)
             carrier.resumed()
 
     def _take_over(self, carrier: Transport, session: ServerSession) -> None:
@@ -167,22 +151,20 @@ class SingleLink(Keeper):
     def skip_suspended(self, store: Store, queue: bytes) -> bool:
         return self._skipped.skip_suspended(store, queue)
 
+    def received(self, count: int) -> None:
+        self.stream.taken += count
+
     # Replies
 
     def keep(self, out: list[Framed]) -> None:
         """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
         if self.over:
             return
-        size = length(out)
-        self.sent += size
-        self._kept_bytes += size
+        stream = self.stream
+        stream.keep(out)
         kept = self._kept
-        if kept.backlog is None:
-            kept.backlog = Unsent(self.registry.store.budget)
-        elif len(out) == 1 and kept.backlog.add_short(out[0], _COPIED):
-            return
-        kept.backlog.add(out, 0, _COPIED if len(kept.backlog.pieces) < _MANY_PIECES else _COPIED_OF_MANY)
-        if len(kept.backlog.pieces) > MOST_PIECES:
+        kept.backlog = stream.kept
+        if stream.kept is not None and len(stream.kept.pieces) > MOST_PIECES:
             self._give_up()
             return
         try:
@@ -201,15 +183,9 @@ class SingleLink(Keeper):
 
     def acknowledge(self, taken: int) -> None:
         """Drop the first `taken` bytes of replies, which the client has received. Raises ProtocolError."""
-        if self.over:
-            return
-        if not 0 <= taken <= self.sent:
-            raise ProtocolError(f"the peer acknowledged {counted(taken, 'byte')}, but {self.sent} were sent")
-        count = max(0, taken - self.sent + self._kept_bytes)  # a TAKEN sent again has a lower number than LINK had
-        self._kept_bytes -= count
-        kept = self._kept
-        if kept.backlog is not None and kept.backlog.took(count):
-            kept.backlog = None
+        if not self.over:
+            self.stream.acknowledged(taken)
+            self._kept.backlog = self.stream.kept
 
     # Without a connection
 
@@ -267,6 +243,7 @@ class SingleLink(Keeper):
         self._count_suspended(False)
         registry.forget_single(self.identity)
         registry.store.budget.forget(self._kept, SINGLE_BYTES)
+        self.stream.forget()
 
     def end(self, reason: str) -> None:
         """End the link and, if it has no connection, the session; a `reason` that is not empty is logged."""

@@ -40,11 +40,8 @@ HEAD_BYTES: Final = 10
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
 
-_READ: Final = 16 * 1024
-"""Bytes read at once from a rank that sends more."""
-
-_READS_PER_TURN: Final = 2
-"""Further reads, after which a rank that keeps sending waits for its next turn."""
+_READ: Final = 15 * 1024
+"""Bytes read at once from a rank that sends more: two such reads and a first one fit into a session's first credit."""
 
 _UPSTREAM_READ: Final = 64 * 1024
 
@@ -166,27 +163,28 @@ class Rank(Stream):
         return self.greeting == 0
 
     def resume_reading(self) -> None:
-        """Read and pass on bytes, up to the credit and the share of one turn of the loop."""
+        """Read and pass on a piece, if there is credit for it.
+
+        Pieces are always cut at the same places, and those of several ranks alternate: a long request that all of them
+        send, such as a WAIT for hundreds of keys, then travels once.
+        """
         if self.queued or self.ended or self.leaving:
             return
         relay = self.relay
         link = relay.link
-        for _ in range(_READS_PER_TURN):
-            if not link.has_room():
-                break
+        if link.has_room():
             if self.number == 0:
                 self.open()
                 if self.queued:
                     return
             if self.greeting and relay.entry is not None and not self.read_greeting(relay.entry):
                 return
-            size = min(self.credit, _READ)
-            if size <= 0:
+            if self.credit < _READ:
                 self.starved = True
                 relay.poller.pause(self.fd)
                 return
             try:
-                chunk = _read(self.fd, size)
+                chunk = _read(self.fd, _READ)
             except BlockingIOError:
                 return
             except OSError:
@@ -198,7 +196,7 @@ class Rank(Stream):
             link.send(self, chunk)
             if not self.described:
                 self.describe(chunk)
-            if len(chunk) < size and not self.hung_up:
+            if len(chunk) < _READ and not self.hung_up:
                 return
         relay.defer(self)
 
@@ -558,7 +556,7 @@ class Relay:
                     if not rank.described:
                         rank.describe(chunk)
                     if len(chunk) == _FIRST_READ:
-                        rank.resume_reading()
+                        self.defer(rank)
                 else:
                     rank.end()
             except BlockingIOError:
@@ -590,9 +588,7 @@ class Relay:
         self._resuming = False
         to_read = self._to_read
         end = time.perf_counter() + _RESUMED_SECONDS
-        for _ in range(len(to_read)):
-            if time.perf_counter() > end or not self.link.has_room():
-                break
+        while to_read and time.perf_counter() < end and self.link.has_room():
             rank = to_read.popleft()
             rank.queued = False
             if rank.fd < 0:
@@ -614,11 +610,11 @@ class Relay:
     def flush(self) -> None:
         """Write upstream what ranks have sent."""
         link = self.link
-        link.close_batch()
+        link.seal()
         out = link.out
         if out and self._upstream >= 0 and not self._unsent:
             link.out = []
-            self._write_upstream(out[0] if len(out) == 1 else b"".join(out))
+            self._write_upstream(b"".join(out))
 
     def _write_upstream(self, data: bytes) -> None:
         fd = self._upstream

@@ -25,7 +25,7 @@ from ..client.connect import leaves_host, open_connection
 from ..client.credentials import warn_of_clear_text
 from ..client.requests import Request
 from ..client.tls import ClientTls, TlsFailed, tls_required
-from ..links.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
+from ..links.frames import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.tls import is_mismatch
 from ..wire.commands import BY_METHOD, MAGIC
@@ -100,8 +100,8 @@ class Upstream:
         """When `_tick` last noticed that something was received on the link, in seconds of the loop's clock."""
         self._sent: float = 0.0
         """When `_tick` last noticed that something was sent."""
-        self._number: int = 0
-        """The last batch sent by then."""
+        self._sent_bytes: int = 0
+        """What had been sent by then."""
         self._ticking: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._announced = ""
@@ -286,7 +286,7 @@ class Upstream:
         taken = link.taken
         self._keep_alive = reply.keep_alive or _TICK_SECONDS
         self._heard = self._sent = asyncio.get_running_loop().time()
-        self._number = link.number
+        self._sent_bytes = link.sent
         self._expect_tick()
         try:
             await self._over.wait()
@@ -306,11 +306,11 @@ class Upstream:
         relay = self.relay
         relay.tick()
         now = relay.loop.time()
-        number = relay.link.number
+        sent = relay.link.sent
         if relay.heard:
             self._heard, relay.heard = now, False
-        if self._number != number:
-            self._sent, self._number = now, number
+        if self._sent_bytes != sent:
+            self._sent, self._sent_bytes = now, sent
         if now - self._heard >= _MISSED * self._keep_alive:
             relay.disconnect()
             self._lost(f"nothing received for {now - self._heard:.0f} s")

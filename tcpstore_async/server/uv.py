@@ -258,7 +258,7 @@ class Connection(Transport):
     def _count_received(self, count: int) -> None:
         self.server.received += count
         if self.single is not None:
-            self.single.received += count
+            self.single.received(count)
 
     def _hand_over(self, data: Framed | list[Any]) -> int:
         """Write; return how many bytes the kernel took, or -1 if the connection is lost and now closed."""
@@ -532,7 +532,7 @@ class UvServer(base.Server):
                 self.received += len(chunk)
                 single = connection.single
                 if single is not None:
-                    single.received += len(chunk)
+                    single.received(len(chunk))
                 session.receive(chunk)
                 out = session.out
                 if len(out) == 1 and single is None:

@@ -64,8 +64,10 @@ class Keeper(Transport):
     """A single link, as connections know it: keeps replies until they are acknowledged, and the session meanwhile."""
 
     over: bool
-    received: int
-    """Bytes taken from the client since LINK."""
+
+    def received(self, count: int) -> None:
+        """Count bytes taken from the client."""
+        raise NotImplementedError
 
     def keep(self, out: list[Framed]) -> None:
         """Keep replies that are about to be sent. May evict the session, which clears its `out`."""

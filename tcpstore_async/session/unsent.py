@@ -137,10 +137,17 @@ class Unsent:
         self.budget.charge(self.cost - before)
         return not pieces
 
-    def copies(self) -> list[Framed]:
-        """Return all pieces, for another queue: those that are pinned by reference, chunks as they are now."""
+    def shared(self) -> list[Framed]:
+        """Return all pieces, for another queue to send as well. They are not copied: none of them grows any more."""
         pins = self.budget.pins
-        return [piece if id(piece) in pins else bytes(piece) for piece in self.pieces]
+        before = self.cost
+        self._chunk = None
+        for piece in self.pieces:
+            if id(piece) not in pins:
+                self.cost += _SLOT_BYTES - len(piece) - _PIN_BYTES
+                self._pin(piece)
+        self.budget.charge(self.cost - before)
+        return list(self.pieces)
 
     def release(self) -> None:
         """Drop everything."""

@@ -1,4 +1,4 @@
-"""The layout of the data on a link: batches of frames. `docs/links.md` specifies it.
+"""The layout of the data on a link: frames. `docs/links.md` specifies it.
 
 Knows sizes and field positions. Must not know what a frame does to a session, nor keep any state. Integers are
 little-endian.
@@ -7,28 +7,14 @@ little-endian.
 from struct import Struct
 from typing import Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 """The version of the layout."""
 
-BATCH_HEAD: Final = Struct("<IIQQ")
-"""Head of a batch: length of its frames, flags, its number, the highest number taken from the peer."""
-
-BATCH_HEAD_BYTES: Final = 24
-
-UNNUMBERED: Final = 1
-"""Flag of a batch without frames and number, which acknowledges or shows that its sender is alive."""
-
-BATCH_BYTES: Final = 64 * 1024
-"""Length of its frames at which a batch is closed."""
-
 PIECE_BYTES: Final = 32 * 1024
-"""Longest payload of a frame, so that a long reply does not hold up others."""
+"""Longest payload of a frame, so that a long reply does not hold up others. A list of sessions may precede it."""
 
 FRAME_HEAD_BYTES: Final = 8
 """Head of a frame, a u64: bits 0-31 are the session, 32-55 the payload's length, 56-63 the kind."""
-
-MAX_BATCH_BYTES: Final = BATCH_BYTES + FRAME_HEAD_BYTES + PIECE_BYTES
-"""Longest batch that a receiver accepts: the last frame begins below `BATCH_BYTES` and may exceed it."""
 
 LENGTH_SHIFT: Final = 32
 KIND_SHIFT: Final = 56
@@ -40,6 +26,9 @@ U16: Final = Struct("<H")
 
 U32: Final = Struct("<I")
 """A number in a payload."""
+
+U64: Final = Struct("<Q")
+"""A count of bytes in a payload."""
 
 LINK: Final = 0
 """Session number of frames that concern the link itself."""
@@ -58,6 +47,9 @@ SAME: Final = 5
 """u32 n, n x u32 session, and one payload: a DATA frame for each of them."""
 DESCRIBE: Final = 6
 """What is known of a session's rank: `name=value` pairs, separated by zero bytes."""
+
+ACK: Final = 7
+"""On session 0: u64, how many bytes of frames the sender has taken so far, over all connections."""
 
 DESCRIPTION_BYTES: Final = 1024
 """Longest payload of a DESCRIBE frame."""
@@ -82,14 +74,17 @@ VALUE_CREDIT_BYTES: Final = 256 * 1024
 WINDOW_BYTES: Final = 1024 * 1024
 """Unacknowledged bytes from which no more DATA is put on a link."""
 
-ACKNOWLEDGE_BYTES: Final = WINDOW_BYTES // 4
-"""Bytes received after which a batch is sent to acknowledge them, if no other is."""
+ACKNOWLEDGE_BYTES: Final = 1024
+"""Bytes taken after which they are acknowledged with the next output."""
+
+ACKNOWLEDGE_AT_ONCE: Final = 64 * 1024
+"""Bytes taken after which they are acknowledged even if there is no other output."""
 
 SAME_SESSIONS: Final = 1024
 """Most sessions of one SAME frame."""
 
-SAME_BYTES: Final = 4 * 1024
-"""Longest payload that a SAME frame repeats, without the numbers of the sessions."""
+MAX_FRAME_BYTES: Final = 4 + 4 * SAME_SESSIONS + PIECE_BYTES
+"""Longest contents of a frame: those of a SAME."""
 
 MAX_CREDIT: Final = 2**31 - 1
 """Most credit of a session at any time; a CREDIT that exceeds it is a protocol error."""

@@ -1,4 +1,4 @@
-"""A target whose peers are sessions on a link: scripts are played through batches, and through connections that break.
+"""A target whose peers are sessions on a link: scripts are played through frames, and through connections that break.
 
 As the store's targets, without I/O. All that a peer says has been executed and answered before the script goes on.
 """
@@ -162,7 +162,7 @@ class LinkTarget:
             self._collect()
 
     def _collect(self) -> None:
-        self.link.close_batch()
+        self.link.seal()
         self.up += b"".join(self.link.out)
         self.link.out.clear()
 

@@ -94,7 +94,7 @@ class SinglePeer:
             return
         session = wire.session
         if wire.single is not None:
-            wire.single.received += len(data)
+            wire.single.received(len(data))
         try:
             session.receive(data)
             while session.stalled() and not wire.is_closed:

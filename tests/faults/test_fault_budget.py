@@ -112,7 +112,7 @@ async def test_a_session_on_a_link_that_stays_silent_ends() -> None:
         for _ in range(2):  # the first may be noticed because the connection was new
             silent = Silent()
             link.open(silent, "127.0.0.1", 1)
-            link.close_batch()
+            link.seal()
             writer.write(b"".join(link.out))
             link.out.clear()
             while not silent.is_closed:

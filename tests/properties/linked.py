@@ -1,7 +1,7 @@
-"""Sessions on links, in memory: the fleet's commands, batches cut anywhere, connections that break and are resumed.
+"""Sessions on links, in memory: the fleet's commands, frames cut anywhere, connections that break and are resumed.
 
-The server's half is real: store, registry, carriers. So is the client's: `ClientLink`. What each batch contains is
-decoded here once more, from `docs/links.md`; once the server has taken a batch, the model executes it. What a rank
+The server's half is real: store, registry, carriers. So is the client's: `ClientLink`. What each frame contains is
+decoded here once more, from `docs/links.md`; once the server has taken a frame, the model executes it. What a rank
 receives must be what the model has sent it, byte by byte, whatever happens to the connections in between.
 
 A step is a plain tuple, so a run can be recorded, replayed and shrunk:
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import GIB, Limits
-from tcpstore_async.links.link import LinkReply
+from tcpstore_async.links.frames import LinkReply
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import LINK_BYTES, ServerLink
@@ -47,21 +47,15 @@ RANKS = 4
 """Ranks of each link."""
 
 
-def frames_of(batch: bytes) -> list[tuple[int, int, bytes]]:
-    """Decode a batch: kind, session and payload of each frame; a SAME becomes DATA."""
-    found = []
-    at = 24
-    while at < len(batch):
-        session, rest = struct.unpack_from("<II", batch, at)
-        size, kind = rest & 0xFFFFFF, rest >> 24
-        payload = batch[at + 8 : at + 8 + size]
-        at += 8 + size
-        if kind == 5:
-            (count,) = struct.unpack_from("<I", payload)
-            found += [(0, one, payload[4 + 4 * count :]) for one in struct.unpack_from(f"<{count}I", payload, 4)]
-        else:
-            found.append((kind, session, payload))
-    return found
+def first_frame(data: bytes | bytearray) -> tuple[int, list[tuple[int, int, bytes]]]:
+    """Decode the first frame: its length, and kind, session and payload of what it delivers; a SAME delivers DATA."""
+    session, rest = struct.unpack_from("<II", data)
+    size, kind = rest & 0xFFFFFF, rest >> 24
+    payload = bytes(data[8 : 8 + size])
+    if kind != 5:
+        return 8 + size, [(kind, session, payload)]
+    (count,) = struct.unpack_from("<I", payload)
+    return 8 + size, [(0, one, payload[4 + 4 * count :]) for one in struct.unpack_from(f"<{count}I", payload, 4)]
 
 
 class Carrier(Transport):
@@ -175,14 +169,12 @@ class Client:
         self.carrier: Carrier | None = None
         self.up = b""
         self.down = b""
-        self.batches: dict[int, bytes] = {}
-        """Batches that the model has not fully executed, keyed by number."""
+        self.frames = bytearray()
+        """Frames that the model has not fully executed."""
         self.executed = 0
-        """How many the model has fully executed."""
+        """Bytes of those before."""
         self.partly = 0
         """How many deliveries of the next one it has executed."""
-        self.sent = 0
-        """How many batches were closed."""
         self.ranks: list[LinkedRank | None] = [None] * RANKS
         self.opened: dict[int, LinkedRank] = {}
         """All past and present ranks, keyed by session number."""
@@ -190,15 +182,14 @@ class Client:
         """Connections with a session, keyed by session number."""
 
     def collect(self) -> None:
-        """Close the batch and send it."""
-        self.link.close_batch()
-        for batch in self.link.kept:
-            number = struct.unpack_from("<Q", batch, 8)[0]
-            if number > self.sent:
-                self.sent = number
-                self.batches[number] = batch
-        self.up += b"".join(self.link.out)
-        self.link.out.clear()
+        """Send what is added."""
+        link = self.link
+        link.seal()
+        new = link.sent - self.executed - len(self.frames)
+        if new and link.kept is not None:
+            self.frames += b"".join(link.kept.pieces)[-new:]
+        self.up += b"".join(link.out)
+        link.out.clear()
 
 
 class LinkedFleet(Fleet):
@@ -424,13 +415,16 @@ class LinkedFleet(Fleet):
         """Execute in the model what the server has handled."""
         link = client.server
         assert link is not None
-        for number in range(client.executed + 1, link.taken + 1):
-            self._execute(client, frames_of(client.batches.pop(number))[client.partly :])
-            client.executed, client.partly = number, 0
-        handled = max(link._handled, link._to_skip)
-        if handled > client.partly:
-            self._execute(client, frames_of(client.batches[link.taken + 1])[client.partly : handled])
-            client.partly = handled
+        while client.executed < link.taken:
+            size, deliveries = first_frame(client.frames)
+            self._execute(client, deliveries[client.partly :])
+            del client.frames[:size]
+            client.executed += size
+            client.partly = 0
+        if link._same_done > client.partly:
+            _, deliveries = first_frame(client.frames)
+            self._execute(client, deliveries[client.partly : link._same_done])
+            client.partly = link._same_done
 
     def quiesce(self) -> None:
         """Flush and work as a server does, until nothing is left to do."""
@@ -533,8 +527,8 @@ class LinkedFleet(Fleet):
 
     def check(self) -> None:
         for link in self.registry.links.values():
-            if link._memory.held != link.held_bytes():
-                raise Difference(f"a link counts {link._memory.held} bytes and holds {link.held_bytes()}")
+            if link._memory.held != link.added_bytes or link._memory.backlog is not link.kept:
+                raise Difference(f"a link counts {link._memory.held} bytes and holds {link.added_bytes}")
             for linked in link.sessions.values():
                 if linked.waiting and linked.credit > 0 and not linked.in_turn:
                     raise Difference("a session that may send is not in the rotation")
@@ -557,7 +551,9 @@ class LinkedFleet(Fleet):
         return [client.carrier.session for client in self.clients if client.carrier is not None and client.carrier.open]
 
     def counted_for_links(self) -> int:
-        counted = sum(LINK_BYTES + link.held_bytes() for link in self.registry.links.values())
+        counted = 0
+        for link in self.registry.links.values():
+            counted += LINK_BYTES + link.added_bytes + (0 if link.kept is None else link.kept.cost)
         for connection in self.connections:
             if connection is not None and connection.session.backlog is not None:
                 counted += connection.session.backlog.cost

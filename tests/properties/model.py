@@ -569,7 +569,9 @@ class Model:
         self.woken.append(peer)
         if peer.popping is not None:
             (key, ticket), peer.popping = peer.popping, None
-            self.send(peer, self.lease(peer, key, ticket))
+            if peer.away:
+                self.passed.setdefault(peer, {})[key] = None
+            self.send(peer, i64(0) if peer.away else self.lease(peer, key, ticket))
             return True
         self.send(peer, b"\0" if peer.fetching is None else self.get(peer, peer.fetching))
         peer.fetching = None

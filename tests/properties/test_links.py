@@ -8,7 +8,7 @@ import pytest
 
 from marks import thinned
 from properties.fleet import Command, Difference, Step
-from properties.linked import RANKS, LinkedFleet, chosen, frames_of, run
+from properties.linked import RANKS, LinkedFleet, chosen, first_frame, run
 
 PROGRAM: list[Step] = [
     ("send", 0, (Command("queue_push", b"q", b"one"), Command("add", b"/n", 1)), 0),
@@ -103,7 +103,7 @@ def test_the_same_payload_travels_once() -> None:
     fleet.apply(("chorus", 0, (Command("get", b"/long" * 20),), 0))
     client.collect()
     assert client.up.count(b"/long" * 20) == 1
-    assert [session for _, session, _ in frames_of(client.up)] == [1, 2, 3, 4]
+    assert [session for _, session, _ in first_frame(client.up)[1]] == [1, 2, 3, 4]
     fleet.apply(("up", 0, (), -1))
     assert len(client.down) < 24 + 8 + 4 + RANKS * 4 + 8 + 1
     fleet.finish()

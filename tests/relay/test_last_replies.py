@@ -8,7 +8,7 @@ import socket
 import msgspec
 
 from support import LIMIT
-from tcpstore_async.links.link import NEW, LinkReply
+from tcpstore_async.links.frames import NEW, LinkReply
 from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.relay.core import Relay
 from tcpstore_async.server.listen_socket import listen
@@ -37,8 +37,9 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
         peer = ClientLink()  # frames are the same in both directions
         peer.add_data(1, b"reply")
         peer.add(CLOSE, LINK, LOST)
-        peer.close_batch()
-        server.sendall(b"".join(peer.kept))
+        peer.seal()
+        assert peer.kept is not None
+        server.sendall(b"".join(peer.kept.pieces))
         server.close()  # before it has read the request
         relay.acknowledge()
         assert (await asyncio.wait_for(reader.readexactly(5), LIMIT)) == b"reply"

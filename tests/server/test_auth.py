@@ -438,7 +438,7 @@ def test_a_hangup_closes_those_whose_tokens_are_no_longer_valid(options: list[st
 
 
 def _link_items(number: int, *more: tuple[bytes, bytes]) -> bytes:
-    return link((b"version", b"1"), (b"id", bytes([7] * 16)), (b"secret", bytes([8] * 16)),
+    return link((b"version", b"2"), (b"id", bytes([7] * 16)), (b"secret", bytes([8] * 16)),
                 (b"attempt", b"%d" % number), *more)  # fmt: skip
 
 
@@ -450,7 +450,7 @@ def _open(port: int, token: str, frame: bytes) -> tuple[RawPeer, dict[str, Any]]
 
 @pytest.mark.parametrize("single", [False, True])
 def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) -> None:
-    mine, stranger = KEYS.create(prefix="job/"), KEYS.create(rights="admin")
+    mine, stranger = KEYS.create(prefix="job/"), KEYS.create(prefix="jo", rights="read")
     kind = ((b"single", b"1"),) if single else ()
     first = _link_items(1, *kind)
     owner, said = _open(server.port, mine, first)
@@ -458,8 +458,8 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
     resume = (*kind, (b"instance", said["instance"].encode()), (b"taken", b"0"), (b"told", b"0"))
     owner.reset()
     for token, frame, reason in (
-        (stranger, _link_items(2, *resume), "the link belongs to a client that authenticated differently"),
-        (stranger, _link_items(3, *kind), "the link belongs to a client that authenticated differently"),
+        (stranger, _link_items(2, *resume), "the link belongs to a client whose token allows more"),
+        (stranger, _link_items(3, *kind), "the link belongs to a client whose token allows more"),
         (mine, first, "attempt 1 is stale: the link is already at attempt 1"),
     ):
         peer, said = _open(server.port, token, frame)
@@ -467,12 +467,16 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
         peer.close()
     (line, *_) = lines(server, "LINK refused")
     assert "refused a request from 127.0.0.1:" in line
-    assert "the link belongs to a client that authenticated differently" in line
+    assert "the link belongs to a client whose token allows more" in line
     back, said = _open(server.port, mine, _link_items(4, *resume))
     assert said["status"] == "resumed"
     recorded, said = _open(server.port, mine, _link_items(4, *resume))
     assert (said["status"], said["reason"]) == ("refused", "attempt 4 is stale: the link is already at attempt 4")
     recorded.close()
+    for number, token in enumerate((KEYS.create(prefix="job/"), KEYS.create(prefix="j", rights="admin")), 5):
+        back.reset()
+        back, said = _open(server.port, token, _link_items(number, *resume))
+        assert said["status"] == "resumed", "a renewed token does"
     back.close()
 
 
@@ -480,7 +484,7 @@ def test_a_link_takes_no_place_of_a_stranger(server: Server) -> None:
     place = (b"place", b"the relay's")
     first, said = _open(server.port, KEYS.create(), _link_items(1, place))
     assert said["status"] == "new"
-    frame = link((b"version", b"1"), (b"id", bytes(16)), (b"secret", bytes(16)), place)
+    frame = link((b"version", b"2"), (b"id", bytes(16)), (b"secret", bytes(16)), place)
     second, said = _open(server.port, KEYS.create(), frame)
     assert said["status"] == "new"
     first.send(u64(0)[:0])

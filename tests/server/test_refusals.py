@@ -118,7 +118,7 @@ def stops_in_the_handshake(server: Server) -> int:
 
 
 def link_frame(attempt: int, *more: tuple[bytes, bytes], secret: bytes = bytes([8] * 16)) -> bytes:
-    items = ((b"version", b"1"), (b"id", bytes([7] * 16)), (b"secret", secret))
+    items = ((b"version", b"2"), (b"id", bytes([7] * 16)), (b"secret", secret))
     return link(*items, (b"attempt", b"%d" % attempt), *more)
 
 
@@ -144,7 +144,7 @@ def takes_over(token: str, attempt: int, secret: bytes = bytes([8] * 16)) -> Cal
         stranger.ping()  # it is an ordinary connection
         here = port_of(stranger)
         stranger.close()
-        owner.send(struct.pack("<IIQQ", 9, 0, 1, 0) + struct.pack("<II", 0, 1 | 2 << 24) + b"\0")  # the link's end
+        owner.send(struct.pack("<II", 0, 1 | 2 << 24) + b"\0")  # the link's end
         ended(owner)
         return here
 
@@ -182,7 +182,7 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         "LINK refused: attempt 5 is stale",
     ),
     "a link with a wrong secret": (takes_over(OWNER, 9, bytes(16)), "LINK refused: wrong secret"),
-    "a link of another's": (takes_over(KEYS.create(rights="admin"), 9), "LINK refused: the link belongs to a client"),
+    "a link of another's": (takes_over(KEYS.create(prefix="job/"), 9), "LINK refused: the link belongs to a client"),
 }
 
 
@@ -205,9 +205,8 @@ def test_refused_with_one_line_and_nothing_else_happens(server: Server, name: st
 # From other hosts, beside loopback that is exempt
 
 
-def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
-    body = b"".join(struct.pack("<II", one, len(data) | kind << 24) + data for kind, one, data in frames)
-    return struct.pack("<IIQQ", len(body), 0, number, 0) + body
+def stream(*frames: tuple[int, int, bytes]) -> bytes:
+    return b"".join(struct.pack("<II", one, len(data) | kind << 24) + data for kind, one, data in frames)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ def test_a_relay_that_claims_ranks_of_the_servers_host(shown: bytes, reason: str
     keys.touch(0o600)
     keys.write_text("k1:a secret that nobody knows\n")
     host = _address()
-    rank = batch(1, (1, 1, struct.pack("<H", 4711) + b"127.0.0.1"), (0, 1, HANDSHAKE + WRITE))
+    rank = stream((1, 1, struct.pack("<H", 4711) + b"127.0.0.1"), (0, 1, HANDSHAKE + WRITE))
     options = ["--host", host, "--token-keys", str(keys), "--require-auth"]
     with tcpstore_server(*options) as server:
         with socket.create_connection((host, server.port), LIMIT) as stranger:

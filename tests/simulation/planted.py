@@ -23,7 +23,7 @@ from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.rounds import Agent, Rounds
 from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
 from tcpstore_async.links import link_registry
-from tcpstore_async.links.link import Link
+from tcpstore_async.links.frames import Link
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.links.skipped_queues import SkippedQueues
@@ -356,8 +356,8 @@ HOGGED: dict[str, Plant] = {
 # What links are for, for `links`
 
 
-def _forgets_last(link: ServerLink, carrier: ServerSession, taken: int) -> None:
-    link.taken = max(0, link.taken - 1)
+def _takes_again(link: ServerLink, carrier: ServerSession, taken: int) -> None:
+    link.taken = max(0, link.taken - 12)
 
 
 def _forgets_offers(passed: SkippedQueues, most: int) -> bool:
@@ -375,13 +375,13 @@ def _needs_no_credit(linked: LinkedSession) -> None:
 
 
 LINKED: dict[str, Plant] = {
-    "a batch is taken twice": (ServerLink, "attach", _before(_forgets_last)),
-    "a batch is lost": (
+    "bytes are taken twice": (ServerLink, "attach", _before(_takes_again)),
+    "a byte is lost": (
         ServerLink,
         "attach",
         _before(lambda link, carrier, taken: setattr(link, "taken", link.taken + 1)),
     ),
-    "batches are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
+    "frames are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
     "an item is given to a session without a connection": (
         SkippedQueues,
         "skip_suspended",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from conformance.frames import (
     CANCEL_WAIT,
     add,
+    append,
     check,
     get,
     i64,
@@ -64,7 +66,7 @@ class Reply:
 
 
 def ask(registry: LinkRegistry, **items: bytes) -> Reply:
-    given = {"version": b"1", "id": ID, "secret": SECRET, **items}
+    given = {"version": b"2", "id": ID, "secret": SECRET, **items}
     return Reply(registry, link(*[(name.encode(), value) for name, value in given.items()]))
 
 
@@ -94,9 +96,12 @@ def server_end(target: LinkTarget) -> ServerLink:
     return target.registry.links[target.link.identity]
 
 
-def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
-    body = b"".join(struct.pack("<II", one, len(data) | kind << 24) + data for kind, one, data in frames)
-    return struct.pack("<IIQQ", len(body), 0, number, 0) + body
+def stream(*frames: tuple[int, int, bytes]) -> bytes:
+    return b"".join(struct.pack("<II", one, len(data) | kind << 24) + data for kind, one, data in frames)
+
+
+def ack(taken: int) -> bytes:
+    return stream((7, 0, struct.pack("<Q", taken)))
 
 
 def take_all(carrier: ServerSession) -> None:
@@ -126,15 +131,15 @@ def test_more_links_than_allowed_are_refused(registry: LinkRegistry) -> None:
 
 def test_more_sessions_than_allowed_are_refused(registry: LinkRegistry) -> None:
     carrier = ask(registry).session
-    carrier.receive(batch(1, *[(1, number, OPEN) for number in range(1, 1001)]))
+    carrier.receive(stream(*[(1, number, OPEN) for number in range(1, 1001)]))
     out = b"".join(carrier.out)
     assert (registry.sessions, out.count(b"\1\0\0\2\2")) == (2, 998)
-    carrier.receive(batch(2, (0, 500, HANDSHAKE), (2, 1, b"\1"), (1, 2000, OPEN)))
+    carrier.receive(stream((0, 500, HANDSHAKE), (2, 1, b"\1"), (1, 2000, OPEN)))
     assert registry.sessions == 2
 
 
 def test_a_version_that_the_server_does_not_know(registry: LinkRegistry) -> None:
-    assert ask(registry, version=b"2").status == "refused"
+    assert ask(registry, version=b"1").status == "refused"
     assert not registry.links
 
 
@@ -147,14 +152,14 @@ def test_a_wrong_secret_changes_nothing(registry: LinkRegistry) -> None:
 
 @pytest.mark.parametrize(
     ("instance", "taken", "told"),
-    [("another server", 0, 0), ("this server", 0, 2), ("this server", 2, 1), ("this server", 10**18 - 1, 1)],
+    [("another server", 0, 0), ("this server", 0, 100), ("this server", 1, 10), ("this server", 10**18 - 1, 10)],
 )
 def test_a_link_whose_ends_have_lost_what_they_took_is_not_resumed(
     registry: LinkRegistry, instance: str, taken: int, told: int
 ) -> None:
     """And ends, with its sessions."""
     carrier = ask(registry).session
-    carrier.receive(batch(1, (1, 1, OPEN)))
+    carrier.receive(stream((1, 1, OPEN)))
     assert ask(registry, instance=instance.encode(), taken=b"%d" % taken, told=b"%d" % told).status == "unknown"
     while registry.work():
         pass
@@ -164,8 +169,8 @@ def test_a_link_whose_ends_have_lost_what_they_took_is_not_resumed(
 
 def test_a_link_whose_client_has_forgotten_replies_is_not_resumed(registry: LinkRegistry) -> None:
     carrier = ask(registry).session
-    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
-    carrier.receive(struct.pack("<IIQQ", 0, 1, 0, 1))  # batch 1 of the server has been taken
+    carrier.receive(stream((1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    carrier.receive(ack(registry.links[ID].sent))
     assert ask(registry, instance=b"this server", taken=b"0", told=b"1").status == "unknown"
 
 
@@ -174,7 +179,7 @@ def test_a_link_that_is_unknown(registry: LinkRegistry) -> None:
 
 
 @pytest.mark.parametrize("number", [b"", b"x", b"-1", b"1" * 19])
-def test_numbers_of_batches_that_are_none(registry: LinkRegistry, number: bytes) -> None:
+def test_numbers_that_are_none(registry: LinkRegistry, number: bytes) -> None:
     ask(registry)
     with pytest.raises(ProtocolError, match="invalid number"):
         ask(registry, instance=b"this server", taken=number, told=b"0")
@@ -185,9 +190,9 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
     """The client has connected again, and been sent replies, before its earlier requests arrive."""
     ask(registry, attempt=b"1")
     second = ask(registry, attempt=b"2").session
-    second.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    second.receive(stream((1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
     last = ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"4").session
-    last.receive(struct.pack("<IIQQ", 0, 1, 0, 1))  # batch 1 of the server has been taken
+    last.receive(ack(registry.links[ID].sent))
     link = registry.links[ID]
     for delayed in (
         ask(registry, attempt=b"1"),
@@ -201,9 +206,9 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
 
 def test_a_link_that_its_client_closes_is_over_and_not_waited_for(registry: LinkRegistry) -> None:
     carrier = ask(registry).session
-    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE)))
+    carrier.receive(stream((1, 1, OPEN), (0, 1, HANDSHAKE)))
     assert registry.sessions == 1
-    carrier.receive(batch(2, (CLOSE, LINK, END_OF_FILE)))
+    carrier.receive(stream((CLOSE, LINK, END_OF_FILE)))
     assert not registry.links
     while registry.work():
         pass
@@ -234,7 +239,7 @@ def test_a_link_takes_the_place_of_the_one_before(registry: LinkRegistry) -> Non
     ended: list[tuple[str, str]] = []
     registry.on_end = lambda link, reason: ended.append((str(link), reason))
     ask(registry, id=bytes([1] * 16))
-    ask(registry, place=b"node7:29400").session.receive(batch(1, (1, 1, OPEN)))
+    ask(registry, place=b"node7:29400").session.receive(stream((1, 1, OPEN)))
     assert ask(registry, id=bytes([2] * 16), place=b"node7:29400").status == "new"
     assert [*registry.links] == [bytes([1] * 16), bytes([2] * 16)]
     assert ended == [("the link of node7:29400 from 10.0.0.7 (1 session)", "another link has taken its place")]
@@ -243,7 +248,7 @@ def test_a_link_takes_the_place_of_the_one_before(registry: LinkRegistry) -> Non
 
 def test_a_link_within_a_link_is_refused(target: LinkTarget) -> None:
     greeted(target, "a")
-    target.say("a", link((b"version", b"1"), (b"id", ID), (b"secret", SECRET)))
+    target.say("a", link((b"version", b"2"), (b"id", ID), (b"secret", SECRET)))
     assert b"refused" in heard(target, "a")
     target.say("a", ping(b"pong"))
     assert heard(target, "a") == b"pong"
@@ -293,20 +298,19 @@ def test_frames_that_must_not_be_end_the_link(target: LinkTarget, frames: list[t
     other = ask(target.registry).session
     before = len(target.store.budget.holders)
     with pytest.raises(ProtocolError):
-        target.carrier.session.receive(batch(server_end(target).taken + 1, *frames))
+        target.carrier.session.receive(stream(*frames))
     target.carrier.close()
     target.serve()
     assert (list(target.registry.links), target.registry.sessions) == ([ID], 0)
     assert len(target.store.budget.holders) == before - 3
-    other.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    other.receive(stream((1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
     assert b"pong" in b"".join(other.out)
 
 
 def test_a_rank_is_described(target: LinkTarget) -> None:
     """By the client of the link, unless the rank says more; what that holds is counted, and released."""
     greeted(target, "a", "b")
-    described = batch(
-        server_end(target).taken + 1,
+    described = stream(
         (6, 1, b"rank=3\0world_size=8\0host=node\xff\0job="),
         (0, 2, introduce((b"rank", b"7"))),
         (6, 2, b"rank=4"),
@@ -318,7 +322,7 @@ def test_a_rank_is_described(target: LinkTarget) -> None:
         {"rank": "7"},
     ]
     assert sessions[0].introduction_bytes() > 0
-    target.carrier.session.receive(batch(server_end(target).taken + 1, (2, 1, b"\1"), (6, 1, b"rank=5")))
+    target.carrier.session.receive(stream((2, 1, b"\1"), (6, 1, b"rank=5")))
     target.serve()
     assert list(server_end(target).sessions) == [2]
 
@@ -353,11 +357,11 @@ def test_commands_get_less_credit_than_a_long_value(target: LinkTarget, size: in
 
 def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
     target.link.close_link()
-    target.link.close_batch()
+    target.link.seal()
     session = target.carrier.session
     session.receive(target.link.out.pop())
     with pytest.raises(ProtocolError, match="after the end"):
-        session.receive(batch(2, (1, 1, OPEN)))
+        session.receive(stream((1, 1, OPEN)))
 
 
 def test_what_is_opened_and_refused_is_counted() -> None:
@@ -368,7 +372,7 @@ def test_what_is_opened_and_refused_is_counted() -> None:
     with pytest.raises(PeerError):
         for number in range(100_000):
             first = 1000 * number
-            carrier.receive(batch(number + 1, *[(1, first + one, OPEN) for one in range(1, 1001)]))
+            carrier.receive(stream(*[(1, first + one, OPEN) for one in range(1, 1001)]))
             carrier.out.clear()
             carrier.unsent = 0
             memory = max(memory, registry.links[ID].held_bytes())
@@ -444,10 +448,12 @@ def test_a_window_that_is_full_of_one_rank_is_shared() -> None:
     """Sessions send a piece each in rotation, when the link is free again."""
     target = LinkTarget()
     greeted(target, *"abcdefgh")
-    target.say("a", set_(b"k", b"v" * 250_000))
-    for name in "abcdefgh":
-        target.link.send(target.peers[name], get(b"k"))
-    target.link.close_batch()
+    values = {name: random.Random(name).randbytes(250_000) for name in "abcdefgh"}
+    for name, value in values.items():
+        target.say("a", set_(name.encode(), value))
+    for name in values:
+        target.link.send(target.peers[name], get(name.encode()))
+    target.link.seal()
     carrier = target.carrier.session
     carrier.receive(b"".join(target.link.out))
     target.link.out.clear()
@@ -456,7 +462,7 @@ def test_a_window_that_is_full_of_one_rank_is_shared() -> None:
     credits = sorted(target.session(name).credit for name in "abcdefgh")
     assert credits[-1] - credits[0] <= 32 * 1024
     target.exchange()
-    assert all(heard(target, name) == blob(b"v" * 250_000) for name in "abcdefgh")
+    assert all(heard(target, name) == blob(value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -476,7 +482,7 @@ def test_commands_with_as_many_keys_as_allowed(breaks: bool) -> None:
         credit = target.peers["a"].credit
         target.link.send(target.peers["a"], data[:credit])
         data = data[credit:]
-        target.link.close_batch()
+        target.link.seal()
         target.cut_off()
         target.dial()
         target.exchange()
@@ -495,7 +501,7 @@ def test_work_is_asked_for_once(registry: LinkRegistry) -> None:
     while registry.work():
         pass
     keys = [b"%06d" % number for number in range(1400)]
-    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + wait(*keys))))
+    carrier.receive(stream((1, 1, OPEN), (0, 1, HANDSHAKE + wait(*keys))))
     assert len(asked) == 2
     assert registry.work()
     assert len(asked) == 2
@@ -525,7 +531,7 @@ def test_an_item_is_not_offered_to_a_session_without_a_connection() -> None:
 def test_a_link_is_not_resumed_when_the_server_is_about_to_stop(registry: LinkRegistry) -> None:
     """Its old connection is still there, but breaks: that ends it."""
     carrier = ask(registry).session
-    carrier.receive(batch(1, (1, 1, OPEN)))
+    carrier.receive(stream((1, 1, OPEN)))
     registry.go_away()
     reply = ask(registry, instance=b"this server", taken=b"0", told=b"0")
     assert reply.status == "unknown"
@@ -559,10 +565,10 @@ def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
     registry = LinkRegistry(store, "this server", 30.0)
     for number in range(2):
         carrier = ask(registry, id=bytes([number] * 16)).session
-        carrier.receive(batch(1, *[(1, one, OPEN) for one in range(1, 1001)]))
+        carrier.receive(stream(*[(1, one, OPEN) for one in range(1, 1001)]))
         for one in range(1, 1001, 100):
-            frames = [(0, rank, HANDSHAKE + wait(b"q")) for rank in range(one, one + 100)]
-            carrier.receive(batch(2 + one // 100, *frames))
+            some = [(0, rank, HANDSHAKE + wait(b"q")) for rank in range(one, one + 100)]
+            carrier.receive(stream(*some))
             while carrier.stalled():
                 carrier.receive(b"")
         carrier.leave()
@@ -585,27 +591,26 @@ def test_replies_that_waited_are_sent_in_portions() -> None:
     count = 3000
     (link,) = registry.links.values()
     for first in range(1, count + 1, 1000):
-        carrier.receive(batch(link.taken + 1, *[(1, one, OPEN) for one in range(first, first + 1000)]))
-        carrier.receive(batch(link.taken + 1, *[(0, one, HANDSHAKE) for one in range(first, first + 1000)]))
+        carrier.receive(stream(*[(1, one, OPEN) for one in range(first, first + 1000)]))
+        carrier.receive(stream(*[(0, one, HANDSHAKE) for one in range(first, first + 1000)]))
         take_all(carrier)
     carrier.leave()
-    value = bytes(WINDOW_BYTES)
+    value = random.Random(1).randbytes(WINDOW_BYTES)
     other = ServerSession(store, None, "h", 1, 0.0)
     other.receive(HANDSHAKE + set_(b"v", value))
     carrier = ask(registry, instance=b"this server", taken=b"0", told=b"%d" % link.taken).session
     for rank in range(1, 6):
-        carrier.receive(batch(link.taken + 1, (0, rank, get(b"v"))))
+        carrier.receive(stream((0, rank, get(b"v"))))
         registry.work()
         take_all(carrier)
     assert not link.has_room()
     for first in range(6, count, 1000):
         numbers = range(first, min(first + 1000, count + 1))
-        carrier.receive(batch(link.taken + 1, *[(0, one, add(b"n", 1)) for one in numbers]))
+        carrier.receive(stream(*[(0, one, add(b"n", 1)) for one in numbers]))
         take_all(carrier)
     waiting = len(link._waiting)
     assert waiting > 2900
-    assert link.number > 1
-    carrier.receive(struct.pack("<IIQQ", 0, 1, 0, link.number))
+    carrier.receive(ack(link.sent))
     assert waiting - 1000 <= len(link._waiting) < waiting
     assert registry.work()
     while registry.work():
@@ -650,7 +655,7 @@ def test_keep_alive() -> None:
     target = LinkTarget()
     greeted(target, "a")
     session = target.carrier.session
-    alive = struct.pack("<IIQQ", 0, 1, 0, server_end(target).taken)
+    alive = ack(server_end(target).taken)
     for now, sent in ((1.0, b""), (4.9, b""), (5.0, alive), (6.0, b""), (7.0, b"")):
         target.registry.tick(now)
         assert b"".join(session.out) == sent
@@ -757,7 +762,7 @@ def test_a_session_that_is_evicted_in_the_middle_of_its_own_request() -> None:
 
 @pytest.mark.parametrize("whose", ["connection", "link"])
 def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) -> None:
-    """In the middle of a batch: it ends behind the frame that did it, and what is counted is what there is."""
+    """In the middle of many frames: it ends behind the frame that did it, and what is counted is what there is."""
     target = LinkTarget(store=Store(Limits(budget_bytes=16 * MIB)))
     greeted(target, "a", "b")
     before = target.store.budget.used()
@@ -768,13 +773,11 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
     if whose == "connection":
         carrier.keep_unsent([bytes(8 * MIB)], 0)
     else:
-        link.kept.append(bytes(8 * MIB))
-        link.kept_bytes += 8 * MIB
-        link.number += 1
+        link.keep([bytes(8 * MIB)])
         link._count()
     target.link.send(target.peers["a"], value[20_000:])
     target.link.send(target.peers["b"], add(b"n", 1) + ping(b"pong"))
-    target.link.close_batch()
+    target.link.seal()
     data = b"".join(target.link.out)
     limit = target.store.budget
     limit.resize(limit.used() + 100_000)
@@ -805,7 +808,7 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
 
 def test_a_server_that_is_about_to_stop(registry: LinkRegistry) -> None:
     carrier = ask(registry).session
-    carrier.receive(batch(1, (1, 1, OPEN)))
+    carrier.receive(stream((1, 1, OPEN)))
     suspended = ask(registry, id=bytes([1] * 16)).session
     suspended.leave()
     registry.go_away()
@@ -814,7 +817,7 @@ def test_a_server_that_is_about_to_stop(registry: LinkRegistry) -> None:
     assert list(registry.links) == [ID]
     assert b"".join(carrier.out).endswith(struct.pack("<II", 0, 4 << 24))
     carrier.out.clear()
-    carrier.receive(batch(2, (1, 2, OPEN)))
+    carrier.receive(stream((1, 2, OPEN)))
     assert struct.pack("<II", 2, 1 | 2 << 24) + b"\2" in b"".join(carrier.out)
     assert ask(registry, id=bytes([2] * 16)).status == "refused"
     carrier.out.clear()
@@ -872,20 +875,18 @@ def test_a_frame_for_many_sessions_is_handled_in_several_portions() -> None:
     carrier = ask(registry).session
     count = 1024
     numbers = range(1, count + 1)
-    carrier.receive(batch(1, *[(1, number, OPEN) for number in numbers]))
+    carrier.receive(stream(*[(1, number, OPEN) for number in numbers]))
     while carrier.stalled():
         carrier.receive(b"")
     request = HANDSHAKE + add(b"/" + b"k" * 500, 1)
     sessions = struct.pack(f"<{count + 1}I", count, *numbers)
-    carrier.receive(batch(2, (5, 0, sessions + request)))
+    carrier.receive(stream((5, 0, sessions + request)))
     portions = 1
     while carrier.stalled():
         carrier.receive(b"")
         portions += 1
     assert portions > 3
     assert registry.store.keyspace.values[b"/" + b"k" * 500] == count
-    (link,) = registry.links.values()
-    assert link.taken == 2
 
 
 def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget) -> None:
@@ -918,6 +919,36 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
 def test_the_address_of_a_rank_begins_no_other_log_line(said: bytes, host: str) -> None:
     registry = LinkRegistry(Store(Limits()), "one", 30)
     carrier = ask(registry)
-    carrier.session.receive(batch(1, (1, 1, struct.pack("<H", 4711) + said)))
+    carrier.session.receive(stream((1, 1, struct.pack("<H", 4711) + said)))
     (rank,) = registry.all_sessions()
     assert rank.host == host
+
+
+@pytest.mark.parametrize("size", [5_000, 100_000])
+def test_a_long_reply_to_a_request_that_travels_once_travels_once(size: int) -> None:
+    """Also if handling the request takes several portions."""
+    target = LinkTarget()
+    target.registry.portion = 20
+    names = "abcdefgh"
+    greeted(target, *names)
+    values = [(b"k%d" % number, random.Random(number).randbytes(size // 50)) for number in range(50)]
+    target.say("a", multi_set(*values))
+    before = server_end(target).sent
+    for name in names:
+        target.link.send(target.peers[name], multi_get(*[key for key, _ in values]))
+    target.exchange()
+    expected = b"".join(blob(value) for _, value in values)
+    assert [heard(target, name) for name in names] == [expected] * len(names)
+    assert server_end(target).sent - before < 1.5 * len(expected), "not eight times"
+
+
+def test_replies_with_parts_that_grow_are_not_shared() -> None:
+    target = LinkTarget()
+    greeted(target, "a", "b")
+    target.say("a", set_(b"k", bytes(5000)) + append(b"k", b"x" * 5000))
+    for name, grows in (("a", b"1"), ("b", b"2")):
+        target.link.send(target.peers[name], multi_get(b"k", b"k") + append(b"k", grows))
+    target.exchange()
+    value = bytes(5000) + b"x" * 5000
+    assert heard(target, "a")[:10008] == blob(value)
+    assert heard(target, "b")[:10009] == blob(value + b"1")
