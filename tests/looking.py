@@ -18,17 +18,19 @@ from tcpstore_async.observe.inspection import Inspection
 from tcpstore_async.observe.missing import Questions
 from tcpstore_async.observe.missing_reply import Report, decode_report
 from tcpstore_async.session.server import ServerSession
-from tcpstore_async.session.store import Store
+from tcpstore_async.session.store import Hub, Store
 
 
 class World:
     """An observed store with stock clients, each with a number that the test chooses."""
 
-    def __init__(self, most_bytes: int = 2**30) -> None:
-        """Limit the history to `most_bytes`."""
-        self.store = Store(Limits())
+    def __init__(self, most_bytes: int = 2**30, hub: Hub | None = None, observed: bool = True) -> None:
+        """Limit the history to `most_bytes`; `hub` is that of another world on the same server."""
+        self.store = Store(Limits(), hub=hub)
+        self.store.begin_sessions()
         self.history = History(self.store, most_bytes)
-        self.store.observe(self.history)
+        if observed:
+            self.store.observe(self.history)
         self.questions = Questions(self.store)
         self.store.hub.register("missing", lambda _: self.questions.ask)
         self.sessions: dict[int, ServerSession] = {}
@@ -70,21 +72,27 @@ class World:
 
     def ask(self, client: int, *names: bytes, counter: bytes = b"", expected: int = 0) -> Report:
         """Return the reply to MISSING for these keys, or for a counter."""
-        session = self.sessions[client]
         pairs = [(name, b"") for name in names] + ([(counter, b"%d" % expected)] if counter else [])
-        session.receive(
-            b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
-        )
-        return self.answer(client)
+        request = b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
+        return decode_report(self.reply(client, request))
+
+    def reply(self, client: int, request: bytes) -> bytes:
+        """Return the reply, a value, to a request that may take several steps."""
+        self.sessions[client].receive(request)
+        return self.finish(client)
 
     def answer(self, client: int) -> Report:
+        return decode_report(self.finish(client))
+
+    def finish(self, client: int) -> bytes:
+        """Return the reply, a value, to the request that is being carried out in steps."""
         session = self.sessions[client]
         while session.stalled():
             session.receive(b"")
         reply = b"".join(session.out)
         session.out.clear()
         session.unsent = 0
-        return decode_report(reply[8:])
+        return reply[8:]
 
     def leave(self, client: int) -> None:
         self.sessions.pop(client).leave()
