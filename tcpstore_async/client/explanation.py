@@ -1,6 +1,7 @@
-"""Why a call has timed out: the question to the server, and its answer in the error.
+"""Why a call has timed out: the question to the server, and what follows from its answer in the error.
 
-It knows the calls that can be explained and the text of an answer; it must not know connections or deadlines.
+It knows the calls that can be explained, and their texts. It must not know connections or deadlines, nor draw
+conclusions (`diagnosis/`).
 
 Invariant: the text begins with PyTorch's, unchanged. Without an answer, or if the answer adds nothing, it is PyTorch's.
 """
@@ -9,7 +10,10 @@ from typing import Final
 
 from ..base.errors import StoreTimeoutError, counted
 from ..base.keys import caller_key, readable
-from ..observe.missing_reply import Elsewhere, Near, Report, decode_report
+from ..diagnosis.facts import read_answer
+from ..diagnosis.missing import Elsewhere, find_pending
+from ..diagnosis.nearest import Near, find_similar
+from ..diagnosis.patterns import opened_counter
 from ..session.identity import QUESTIONS, Identity
 from ..wire.commands import BY_METHOD, JOINS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
@@ -35,6 +39,16 @@ _MOST_BYTES: Final = 65_536
 
 _MOST_DIGITS: Final = 9
 """Digits of the expected count of a barrier that is explained."""
+
+_LISTED: Final = 100
+"""Missing keys in the error's attributes."""
+
+_DESCRIBED: Final = 4
+"""Missing keys of which these name similar ones."""
+
+_LISTED_RANKS: Final = 256
+_LISTED_ELSEWHERE: Final = 8
+"""Missing ranks there, and ranks whose activity is described."""
 
 _NAMED: Final = 3
 """Keys that the text names."""
@@ -65,52 +79,65 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
         size = 0
         for key in fields[0][:_MOST_KEYS]:
             size += len(key) + 2 * PREFIX
-            if size > _MOST_BYTES and pairs:
+            if size > _MOST_BYTES:
                 break
             pairs.append((key, nothing))
+        if len(fields[0]) == 1 and (counter := opened_counter(readable(fields[0][0]))):
+            pairs.append((counter.encode(), pack(b"0")))
     return (_MISSING, (pairs,)) if pairs else None
 
 
 def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
-    """Add the answer to the error of the call. Raises ProtocolError if it is invalid."""
-    report = decode_report(unpack(answer))
-    pairs = asked[1][0]
-    names = [_shown(key) for key, _ in pairs]
-    for absent in report.keys:
-        if not 0 <= absent.index < len(names):
-            continue
-        name = names[absent.index]
-        error.missing_keys.append(name)
-        if absent.nearest:
-            near = [(caller_key(one.key), one.age, "" if one.by is None else str(one.by)) for one in absent.nearest]
-            error.nearest_keys[name] = near
-    error.missing_ranks = report.ranks
-    error.elsewhere = [_elsewhere(one) for one in report.elsewhere]
-    expected = int(unpack(pairs[-1][1]) or b"0")
-    said = _arrivals(report, expected) if expected else _keys(error, report, len(pairs))
-    said += [ranks_text(error, report.more), *error.elsewhere[:_NAMED_ELSEWHERE]]
+    """Add what follows from the answer to the error of the call. Raises ProtocolError if it is invalid."""
+    keys: list[str] = []
+    counter, expected = "", 0
+    for key, said in asked[1][0]:
+        if len(said) > PREFIX:
+            counter, expected = readable(key), int(unpack(said))
+        else:
+            keys.append(readable(key))
+    facts = read_answer(unpack(answer), keys)
+    ranks, pending = find_pending(facts, keys, counter, expected)
+    error.missing_keys = [caller_key(key) for key in facts.absent[:_LISTED]]
+    most_similar: list[str] = []
+    for key, near in find_similar(facts.similar, ranks, facts.absent[:_DESCRIBED]).items():
+        if near:
+            error.nearest_keys[caller_key(key)] = [(caller_key(one.key), one.age, one.by or "") for one in near]
+            most_similar.append(_near(near[0]))
+    more = 0
+    if pending is not None and (pending.of_job or not pending.missing_ranks):
+        count = None if pending.expected is None else pending.expected - pending.arrived
+        error.missing_ranks = pending.missing_ranks[:_LISTED_RANKS]
+        more = (count or 0) - len(error.missing_ranks)
+        found = [
+            (one.rank, f"{_name(one)} {one.does} (last request {_duration(one.since)} ago)")
+            for one in pending.elsewhere
+        ]
+        found += [(one.rank, f"{_name(one)} {one.does}") for one in pending.left]
+        if count is None or len(found) <= count:  # else some of them need not come
+            found.sort(key=lambda one: -1 if one[0] is None else one[0])
+            error.elsewhere = [text for _, text in found[:_LISTED_ELSEWHERE]]
+    said = []
+    if expected:
+        arrived = facts.counters[counter].value if counter in facts.counters else expected
+        if arrived < expected:
+            said.append(f"{arrived:,} of {expected:,} have arrived")
+    elif facts.absent and (len(facts.absent) < len(keys) or most_similar or error.missing_ranks):
+        said = _keys(facts.absent, len(keys), most_similar[:_NAMED])
+    said += [ranks_text(error, more), *error.elsewhere[:_NAMED_ELSEWHERE]]
     said = [one for one in said if one]
     if said:
         text = str(error)
         error.args = (f"{text}{'' if text.endswith('.') else '.'} {'; '.join(said)}",)
 
 
-def _arrivals(report: Report, expected: int) -> list[str]:
-    if report.arrived is None or report.arrived >= expected:
-        return []
-    return [f"{report.arrived:,} of {expected:,} have arrived"]
-
-
-def _keys(error: StoreTimeoutError, report: Report, asked: int) -> list[str]:
-    """Describe missing keys, if that adds to PyTorch's text."""
-    near = [one for absent in report.keys for one in absent.nearest[:1]][:_NAMED]
-    if not report.missing or (report.missing == asked and not near and not report.ranks):
-        return []
-    named = ", ".join([repr(name) for name in error.missing_keys[:_NAMED]])
-    named += ", …" if report.missing > _NAMED else ""
-    said = [f"{report.missing:,} of {counted(asked, 'key')} missing: {named}"]
-    if near:
-        said.append(f"most similar: {', '.join(dict.fromkeys([_near(one) for one in near]))}")
+def _keys(absent: list[str], asked: int, most_similar: list[str]) -> list[str]:
+    """Describe missing keys."""
+    named = ", ".join([repr(caller_key(name)) for name in absent[:_NAMED]])
+    named += ", …" if len(absent) > _NAMED else ""
+    said = [f"{len(absent):,} of {counted(asked, 'key')} missing: {named}"]
+    if most_similar:
+        said.append(f"most similar: {', '.join(dict.fromkeys(most_similar))}")
     return said
 
 
@@ -119,8 +146,9 @@ def _near(near: Near) -> str:
     return f"{caller_key(near.key)!r}{written}{'' if near.by is None else f' by {near.by}'}"
 
 
-def _elsewhere(one: Elsewhere) -> str:
-    return f"{one.who} {one.does}" + ("" if one.since is None else f" (last request {_duration(one.since)} ago)")
+def _name(one: Elsewhere) -> str:
+    where = one.host if one.pid is None else f"{one.host}, pid {one.pid}"
+    return where if one.rank is None else f"rank {one.rank} ({where})"
 
 
 def ranks_text(error: StoreTimeoutError, more: int = 0) -> str:
@@ -135,7 +163,3 @@ def _duration(seconds: float) -> str:
     if seconds < _MINUTE:
         return f"{seconds:.0f} s"
     return f"{seconds / _MINUTE:.0f} min" if seconds < _HOUR else f"{seconds / _HOUR:.1f} h"
-
-
-def _shown(key: bytes) -> str:
-    return caller_key(readable(key))

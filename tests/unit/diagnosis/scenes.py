@@ -120,7 +120,7 @@ def part(clients: str) -> Iterator[str]:
 
 def named_store() -> Iterator[str]:
     root = world_of(range(4), 4, "ours")
-    world = world_of(range(2), 4, "ours", World(hub=root.store.hub))
+    world = world_of(range(2), 4, "ours", World(root=root))
     world.barrier(0, b"/b", 4)
     yield from late(world, 0, "barrier", b"/b", 4)
     yield from who(world)
