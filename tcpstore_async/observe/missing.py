@@ -71,6 +71,9 @@ _NAME: Final = 255
 _SESSION_BYTES: Final = 131_072
 """Bytes of descriptions of sessions, about which no more are added."""
 
+_PUBLIC: Final = ("id", "host", "port", "joined", "idle", "command", "pid")
+"""What any client may know of a session, besides its rank."""
+
 _PORTION: Final = 100
 """Keys, or sessions, of one step."""
 
@@ -309,9 +312,9 @@ class Inquiry:
             if size >= _SESSION_BYTES:
                 break
             if session.heard_at == NEVER or not isinstance(session, ServerSession):
-                departed.append({"id": serial, **client_of(session)})
+                departed.append(_public({"id": serial, **client_of(session)}))
             else:
-                found = inspection.session(session)
+                found = _public(inspection.session(session))
                 if session.state in AWAITED:
                     found["wait"] = self._wait(session)
                 sessions.append(found)
@@ -456,18 +459,21 @@ class _Arrivals:
             end = len(self._ranks) if end < 0 else end
             ranks.append((first, end - 1))
             first = self._ranks.find(1, end)
-        return {
-            "known": self._known,
-            "joined": self._joined,
-            "told": self._ranks.count(1),
-            "ranks": ranks,
-        }
+        found = {"known": self._known, "joined": self._joined, "told": self._ranks.count(1), "ranks": ranks}
+        return {name: what for name, what in found.items() if what}
 
     def _process(self, session: ServerSession) -> tuple[object, ...]:
         """Return what distinguishes processes, as far as known."""
         if session.pid == NO_PID:
             return (self._history.serial(session),)
         return session.pid, session.host, session.peer.get("host")
+
+
+def _public(session: Fact) -> Fact:
+    """Return what any client may know of a session."""
+    peer = session.get("peer") or {}
+    known = {name: peer[name][:_NAME] for name in ("host", "rank", "world_size") if name in peer}
+    return {**{name: session[name] for name in _PUBLIC if name in session}, **({"peer": known} if known else {})}
 
 
 def _ranges_of(numbers: list[int]) -> list[list[int]]:

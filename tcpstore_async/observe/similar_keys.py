@@ -9,6 +9,7 @@ Invariant: comparing two keys takes a time and memory that are bounded.
 import re
 from bisect import insort
 from collections.abc import Callable
+from itertools import islice
 from typing import Final, NamedTuple
 
 MOST: Final = 5
@@ -152,8 +153,7 @@ def _without_numbers(key: bytes) -> bytes:
 
 
 def _numbers(key: bytes) -> list[int]:
-    found = _DIGITS_OF_BYTES.findall(key)
-    return [int(digits[:18]) for digits in found[: _MOST_NUMBERS + 1]]
+    return [int(digits[0][:18]) for digits in islice(_DIGITS_OF_BYTES.finditer(key), _MOST_NUMBERS + 1)]
 
 
 def _unlikeness(one: bytes, other: bytes) -> float:
