@@ -115,10 +115,10 @@ the session that wrote it; the last two may be absent or null |
 have counted there, how many are known (`known`), how many of these have joined (`joined`), how many different ranks \
 they have sent (`told`), the first 257 ranges of these ranks (`ranks`), and the ids of the listed sessions among them \
 (`members`). Also, for `init/`, `value` and the `members` that have joined |
-| `writers` | for the first 128 keys of the request that exist, the id of the session that wrote each last, 0 if \
+| `writers` | for the first 32 keys of the request that exist, the id of the session that wrote each last, 0 if \
 unknown |
 | `sessions` | the sessions named so far and, if the request has a counter or existing keys, up to 128 others that \
-have neither counted nor written them: up to 64 with the lowest ranks, and up to 64 of processes that have not sent a \
+have neither counted nor written them: up to 16 with the lowest ranks, and up to 16 of processes that have not sent a \
 rank. Each has `id`, `host`, `port`, `joined` and `idle` (seconds since it connected, and since its last request), \
 `command` (that request), `pid`, `peer` (`host`, `rank` and `world_size` from its INTRODUCE) and, if it waits, \
 `wait`: `for` (`keys`, `value`, `item`, `number`, `barrier`, `round` or `store`), the first eight `keys`, cut to 255 \

@@ -422,7 +422,7 @@ class _Search:
             since,
             self._fewer_on(writers),
             unidentified,
-            self._left(missing),
+            self._left(missing) if of_job else [],
             of_job,
         )
 

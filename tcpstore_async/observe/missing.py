@@ -44,10 +44,10 @@ _DESCRIBED: Final = 4
 _SCANNED: Final = 16_384
 """Existing keys examined, newest first: a misspelled key mostly resembles a recent one."""
 
-_WRITERS: Final = 128
+_WRITERS: Final = 32
 """Existing keys of the question whose writers are listed."""
 
-_OTHERS: Final = 64
+_OTHERS: Final = 16
 """Most sessions of known rank, and of unknown rank, listed as not having arrived."""
 
 _PROCESSES: Final = 1024
@@ -75,7 +75,10 @@ _PUBLIC: Final = ("id", "host", "port", "joined", "idle", "command", "pid")
 """What any client may know of a session, besides its rank."""
 
 _PORTION: Final = 100
-"""Keys, or sessions, of one step."""
+"""Keys of one step."""
+
+_SESSIONS: Final = 500
+"""Sessions of one step."""
 
 _MOST_WAITING: Final = 8
 """Inquiries that wait until none is under way."""
@@ -140,10 +143,10 @@ class Inquiries:
             return inquiry.answer
         finally:
             inquiry.askers -= 1
-            if inquiry.done or not inquiry.askers:
-                inquiry.end()
-                if self._shared.get(identity) is inquiry:
-                    del self._shared[identity]
+            if not inquiry.askers:
+                inquiry.abandon()
+            if inquiry.is_over() and self._shared.get(identity) is inquiry:
+                del self._shared[identity]
 
 
 class Inquiry:
@@ -152,7 +155,6 @@ class Inquiry:
     def __init__(self, inquiries: Inquiries, store: Store, access: Access | None, items: Items) -> None:
         self.askers: int = 0
         """Number of peers that wait for the answer."""
-        self.done = False
         self.answer: Framed = b""
         self._inquiries = inquiries
         self._store = store
@@ -171,22 +173,24 @@ class Inquiry:
         self._arrivals: _Arrivals | None = None
         self._described: dict[int, Peer] = {}
         """Sessions to which the answer refers, keyed by serial number."""
-        self._steps: Steps = self._inquire()
+        self._steps: Steps | None = self._inquire()
+        """None once there is an answer, or it is no longer wanted."""
 
     def step(self) -> bool:
         """Take the next step; return True once there is an answer."""
-        if not self.done:
-            for _ in self._steps:
-                return False
-            self.done = True
+        for _ in self._steps or ():
+            return False
+        self._steps = None
         return True
 
-    def end(self) -> None:
-        """Release everything but the answer."""
-        self._steps.close()
-        self._keys = []
-        self._described = {}
-        self._arrivals = None
+    def is_over(self) -> bool:
+        return self._steps is None
+
+    def abandon(self) -> None:
+        """Stop: no peer waits for the answer any more."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     def _inquire(self) -> Steps:
         inquiries = self._inquiries
@@ -234,12 +238,23 @@ class Inquiry:
     # Steps
 
     def _find(self, wanted: list[bytes]) -> Iterator[None]:
-        nearest = [Nearest(key) for key in wanted if len(key) <= LONGEST]
-        for key, one in zip(wanted, nearest, strict=False):
-            for name in neighbours(readable(key), self._exists):
-                one.add(name.encode(), 0)
-        if nearest:
-            yield from self._find_similar(nearest)
+        keyspace = self._keyspace
+        wanted = [key for key in wanted if len(key) <= LONGEST]
+        if wanted:
+            nearest = [Nearest(key) for key in wanted]
+            for key, one in zip(wanted, nearest, strict=True):
+                for name in neighbours(readable(key), self._exists):
+                    one.add(name.encode(), 0)
+            newest = list(islice(reversed(keyspace.values), _SCANNED))
+            newest += list(islice(keyspace.queues, _PORTION))
+            for at in range(0, len(newest), _PORTION):
+                yield
+                for number, key in enumerate(newest[at : at + _PORTION], at):
+                    if self._may_see(key):
+                        for one in nearest:
+                            one.add(key, number)
+            for one in nearest:
+                self._similar.update(dict.fromkeys(one.found()))
         history = self._history
         if history is None:
             return
@@ -252,20 +267,6 @@ class Inquiry:
             arrivals = _Arrivals(history, self._counter, writers)
             yield from arrivals.find()
             self._arrivals = arrivals
-
-    def _find_similar(self, wanted: list[Nearest]) -> Iterator[None]:
-        """Compare the newest keys with the wanted ones."""
-        keyspace = self._keyspace
-        newest = list(islice(reversed(keyspace.values), _SCANNED))
-        newest += list(islice(keyspace.queues, _PORTION))
-        for at in range(0, len(newest), _PORTION):
-            yield
-            for number, key in enumerate(newest[at : at + _PORTION], at):
-                if self._may_see(key):
-                    for one in wanted:
-                        one.add(key, number)
-        for one in wanted:
-            self._similar.update(dict.fromkeys(one.found()))
 
     def _exists(self, name: str) -> bool:
         key = name.encode()
@@ -388,7 +389,7 @@ class _Arrivals:
         """Connected processes that may be other ranks."""
 
     def find(self) -> Iterator[None]:
-        for sessions in self._history.sessions(_PORTION):
+        for sessions in self._history.sessions(_SESSIONS):
             for one in sessions:
                 size = one.peer.get("world_size")
                 if size is not None:
@@ -399,14 +400,14 @@ class _Arrivals:
                     self._note(one)
             yield
         number = 0
-        for sessions in self._history.sessions(_PORTION):
+        for sessions in self._history.sessions(_SESSIONS):
             for one in sessions:
                 if not self.has_arrived(one):
                     number += 1
                     self._note_other(one, number)
             yield
         if self._nameless:
-            for sessions in self._history.sessions(_PORTION):
+            for sessions in self._history.sessions(_SESSIONS):
                 for one in sessions:
                     if self.has_arrived(one):
                         self._nameless.pop(self._process(one), None)

@@ -79,26 +79,26 @@ def test_what_is_listed_is_bounded() -> None:
     facts = world.ask(0, counter=b"/bar", expected=1_000)
     counter = facts["counters"][0]
     assert (counter["told"], len(counter["ranks"]), counter["ranks"][-1]) == (500, 257, [512, 512])
-    assert [one["peer"]["rank"] for one in facts["sessions"]] == [str(rank) for rank in range(1, 128, 2)]
+    assert [one["peer"]["rank"] for one in facts["sessions"]] == [str(rank) for rank in range(1, 32, 2)]
     for client in range(1_000, 3_000):
         world.connect(client)
     facts = world.ask(0, counter=b"/bar", expected=1_000)
-    assert (len(facts["sessions"]), facts["unlisted"]) == (128, 2_000 - 64)
+    assert (len(facts["sessions"]), facts["unlisted"]) == (32, 2_000 - 16)
     for number in range(500):
         world.set(number, b"/list/%d" % number)
     facts = world.ask(0, *[b"/list/%d" % number for number in range(501)])
-    assert len(facts["writers"]) == 128
+    assert len(facts["writers"]) == 32
 
 
-def test_a_long_description_of_a_session_is_cut() -> None:
+def test_long_descriptions_of_sessions_are_cut() -> None:
     world = World()
-    for client in range(300):
+    for client in range(40):
         world.connect(client)
         world.introduce(client, rank=str(client), host="n" * 1_900)
-    world.wait(1, *[b"/%d" % number + b"x" * 8_000 for number in range(20)])
-    facts = world.ask(0, counter=b"/bar", expected=300)
-    assert 60 <= len(facts["sessions"]) <= 70
-    wait = facts["sessions"][1]["wait"]
+        world.wait(client, *[b"\1" * 8_000 + b"%d" % number for number in range(20)])
+    facts = world.ask(39, counter=b"/bar", expected=40)
+    assert len(facts["sessions"]) < 16
+    (wait, *_) = [one["wait"] for one in facts["sessions"]]
     assert ([len(key) for key in wait["keys"]], wait["more"]) == ([255] * 8, 12)
 
 
@@ -231,11 +231,11 @@ def test_long_keys_are_not_compared() -> None:
 
 
 def test_a_step_looks_at_few_sessions() -> None:
-    world = world_of(1_000)
+    world = world_of(3_000)
     session = world.sessions[0]
     session.receive(b"\x4f" + u64(1) + blob(b"/bar") + blob(b"1000"))
     taken = 1
     while session.stalled():
         session.receive(b"")
         taken += 1
-    assert taken >= 20
+    assert taken >= 1 + 2 * 3_000 / 500
