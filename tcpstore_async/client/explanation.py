@@ -6,18 +6,18 @@ conclusions (`diagnosis/`).
 Invariant: the text begins with PyTorch's, unchanged. Without an answer, or if the answer adds nothing, it is PyTorch's.
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..base.errors import StoreTimeoutError, counted
 from ..base.keys import caller_key, readable
-from ..diagnosis.facts import read_answer
-from ..diagnosis.missing import Elsewhere, find_pending
-from ..diagnosis.nearest import Near, find_similar
-from ..diagnosis.patterns import opened_counter
 from ..session.identity import QUESTIONS, Identity
 from ..wire.commands import BY_METHOD, JOINS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
 from .requests import Request
+
+if TYPE_CHECKING:
+    from ..diagnosis.missing import Elsewhere
+    from ..diagnosis.nearest import Near
 
 _WAIT: Final = BY_METHOD["wait"]
 _FETCH: Final = BY_METHOD["fetch"]
@@ -47,8 +47,10 @@ _DESCRIBED: Final = 4
 """Missing keys of which these name similar ones."""
 
 _LISTED_RANKS: Final = 256
+"""Missing ranks in the attributes."""
+
 _LISTED_ELSEWHERE: Final = 8
-"""Missing ranks there, and ranks whose activity is described."""
+"""Ranks whose activity they describe."""
 
 _NAMED: Final = 3
 """Keys that the text names."""
@@ -67,6 +69,8 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
     """Return the question about a call that has timed out after this many seconds; None if the server cannot say."""
     if identity is None or identity.extension < QUESTIONS or seconds < _LEAST_SECONDS:
         return None
+    from ..diagnosis.patterns import opened_counter  # these take a tenth of the time in which a rank imports a store
+
     command, fields = request
     nothing = pack(b"")
     pairs: list[tuple[bytes, Framed]] = []
@@ -89,6 +93,10 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
 
 def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
     """Add what follows from the answer to the error of the call. Raises ProtocolError if it is invalid."""
+    from ..diagnosis.facts import read_answer
+    from ..diagnosis.missing import find_pending
+    from ..diagnosis.nearest import find_similar
+
     keys: list[str] = []
     counter, expected = "", 0
     for key, said in asked[1][0]:
@@ -115,7 +123,7 @@ def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
         ]
         found += [(one.rank, f"{_name(one)} {one.does}") for one in pending.left]
         if count is None or len(found) <= count:  # else some of them need not come
-            found.sort(key=lambda one: -1 if one[0] is None else one[0])
+            found.sort(key=lambda one: (one[0] is None, one[0] or 0))
             error.elsewhere = [text for _, text in found[:_LISTED_ELSEWHERE]]
     said = []
     if expected:
@@ -141,12 +149,12 @@ def _keys(absent: list[str], asked: int, most_similar: list[str]) -> list[str]:
     return said
 
 
-def _near(near: Near) -> str:
+def _near(near: "Near") -> str:
     written = "" if near.age is None else f" written {_duration(near.age)} ago"
     return f"{caller_key(near.key)!r}{written}{'' if near.by is None else f' by {near.by}'}"
 
 
-def _name(one: Elsewhere) -> str:
+def _name(one: "Elsewhere") -> str:
     where = one.host if one.pid is None else f"{one.host}, pid {one.pid}"
     return where if one.rank is None else f"rank {one.rank} ({where})"
 

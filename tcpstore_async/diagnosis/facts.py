@@ -121,12 +121,13 @@ class Counter(msgspec.Struct):
     members: list[int] = []
     """The sessions that have counted there; in a reply to MISSING, some of them."""
     known: int = 0
-    """In a reply to MISSING, the number of these sessions, and of those that have joined."""
+    """In a reply to MISSING, the number of these sessions."""
     joined: int = 0
+    """How many of these have joined."""
     told: int = 0
-    """In a reply to MISSING, the number of ranks of which these are the first."""
+    """How many ranks they have sent."""
     ranks: list[tuple[int, int]] = []
-    """Ranges of ranks that have counted there."""
+    """The first ranges of these ranks."""
 
 
 class Key(msgspec.Struct, array_like=True, gc=False):

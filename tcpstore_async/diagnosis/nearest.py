@@ -92,20 +92,9 @@ def find_similar(
     keys: list[Key], ranks: Ranks, wanted: list[str], comparisons: int = _COMPARISONS
 ) -> dict[str, list[Near]]:
     """Return the most similar existing keys of each wanted key, nearest first. The first get more effort."""
-    found: dict[str, list[Near]] = {}
-    for name, near in nearest_keys(keys, wanted, comparisons).items():
-        writers = [ranks.by_session.get(key.by or 0) for key in near]
-        found[name] = [
-            Near(key.key, key.age, None if writer is None else str(writer))
-            for key, writer in zip(near, writers, strict=True)
-        ]
-    return found
-
-
-def nearest_keys(keys: list[Key], wanted: list[str], comparisons: int = _COMPARISONS) -> dict[str, list[Key]]:
     known = {key.key: key for key in keys}
     existing = [(key.key.encode(), key.age or 0.0) for key in keys] if wanted else []
-    found: dict[str, list[Key]] = {}
+    found: dict[str, list[Near]] = {}
     for name in wanted:
         nearest = Nearest(name.encode())
         for near in neighbours(name, known.__contains__):
@@ -114,5 +103,8 @@ def nearest_keys(keys: list[Key], wanted: list[str], comparisons: int = _COMPARI
             comparisons -= len(existing)
             for encoded, age in existing:
                 nearest.add(encoded, age)
-        found[name] = [known[near.decode()] for near in nearest.found()]
+        found[name] = []
+        for key in [known[near.decode()] for near in nearest.found()]:
+            writer = ranks.by_session.get(key.by or 0)
+            found[name].append(Near(key.key, key.age, None if writer is None else str(writer)))
     return found

@@ -84,10 +84,13 @@ _MOST_WAITING: Final = 8
 """Inquiries that wait until none is under way."""
 
 _BASE_BYTES: Final = 32_768
-"""Bytes counted for an inquiry, besides what grows with a store: `_PROCESS_BYTES` for a process that is told apart, and
-`_POINTER_BYTES` for a key or session in a list."""
+"""Bytes counted for an inquiry, besides what grows with a store."""
+
 _PROCESS_BYTES: Final = 256
+"""Bytes counted for a process that is told apart."""
+
 _POINTER_BYTES: Final = 8
+"""Bytes counted for a key or session in a list."""
 
 _MOST_DIGITS: Final = 9
 """Of an expected number."""
@@ -244,7 +247,7 @@ class Inquiry:
             nearest = [Nearest(key) for key in wanted]
             for key, one in zip(wanted, nearest, strict=True):
                 for name in neighbours(readable(key), self._exists):
-                    one.add(name.encode(), 0)
+                    one.add(name.encode(), 0.0)
             newest = list(islice(reversed(keyspace.values), _SCANNED))
             newest += list(islice(keyspace.queues, _PORTION))
             for at in range(0, len(newest), _PORTION):
@@ -252,7 +255,7 @@ class Inquiry:
                 for number, key in enumerate(newest[at : at + _PORTION], at):
                     if self._may_see(key):
                         for one in nearest:
-                            one.add(key, number)
+                            one.add(key, float(number))
             for one in nearest:
                 self._similar.update(dict.fromkeys(one.found()))
         history = self._history
