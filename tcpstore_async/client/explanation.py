@@ -130,7 +130,7 @@ def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
         arrived = facts.counters[counter].value if counter in facts.counters else expected
         if arrived < expected:
             said.append(f"{arrived:,} of {expected:,} have arrived")
-    elif facts.absent and (len(facts.absent) < len(keys) or most_similar or error.missing_ranks):
+    elif facts.absent and (len(facts.absent) < len(keys) or most_similar or error.missing_ranks or error.elsewhere):
         said = _keys(facts.absent, len(keys), most_similar[:_NAMED])
     said += [ranks_text(error, more), *error.elsewhere[:_NAMED_ELSEWHERE]]
     said = [one for one in said if one]
