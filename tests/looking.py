@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,8 +17,7 @@ from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
 from tcpstore_async.diagnosis.stock_ranks import Ranks
 from tcpstore_async.observe.history import History
 from tcpstore_async.observe.inspection import Inspection
-from tcpstore_async.observe.missing import Questions
-from tcpstore_async.observe.missing_reply import Report, decode_report
+from tcpstore_async.observe.missing import Inquiries
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 
@@ -24,13 +25,15 @@ from tcpstore_async.session.store import Store
 class World:
     """An observed store with stock clients, each with a number that the test chooses."""
 
-    def __init__(self, most_bytes: int = 2**30) -> None:
-        """Limit the history to `most_bytes`."""
-        self.store = Store(Limits())
+    def __init__(self, most_bytes: int = 2**30, root: World | None = None, observed: bool = True) -> None:
+        """Limit the history to `most_bytes`; `root` is the world of the same server's unnamed store."""
+        self.store = Store(Limits(), hub=None if root is None else root.store.hub)
+        self.store.begin_sessions()
         self.history = History(self.store, most_bytes)
-        self.store.observe(self.history)
-        self.questions = Questions(self.store)
-        self.store.hub.register("missing", lambda _: self.questions.ask)
+        if observed:
+            self.store.observe(self.history)
+        self.inquiries = Inquiries() if root is None else root.inquiries
+        self.store.hub.register("missing", lambda _: self.inquiries.ask)
         self.sessions: dict[int, ServerSession] = {}
 
     def connect(self, client: int, *, pid: int | None = None, host: str = "10.0.0.1", joins: bool = True) -> None:
@@ -68,23 +71,26 @@ class World:
         encoded = b"".join(blob(name.encode()) + blob(text.encode()) for name, text in items.items())
         self.send(client, b"\x43" + struct.pack("<Q", len(items)) + encoded)
 
-    def ask(self, client: int, *names: bytes, counter: bytes = b"", expected: int = 0) -> Report:
+    def ask(self, client: int, *names: bytes, counter: bytes = b"", expected: int = 0) -> dict[str, Any]:
         """Return the reply to MISSING for these keys, or for a counter."""
-        session = self.sessions[client]
         pairs = [(name, b"") for name in names] + ([(counter, b"%d" % expected)] if counter else [])
-        session.receive(
-            b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
-        )
-        return self.answer(client)
+        request = b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
+        return json.loads(self.reply(client, request))
 
-    def answer(self, client: int) -> Report:
+    def reply(self, client: int, request: bytes) -> bytes:
+        """Return the reply, a value, to a request that may take several steps."""
+        self.sessions[client].receive(request)
+        return self.finish(client)
+
+    def finish(self, client: int) -> bytes:
+        """Return the reply, a value, to the request that is being carried out in steps."""
         session = self.sessions[client]
         while session.stalled():
             session.receive(b"")
         reply = b"".join(session.out)
         session.out.clear()
         session.unsent = 0
-        return decode_report(reply[8:])
+        return reply[8:]
 
     def leave(self, client: int) -> None:
         self.sessions.pop(client).leave()

@@ -103,23 +103,38 @@ closed another connection with the same token, from the same host and process (t
 last five seconds, because a command was not allowed, `closed` says why: a client of ours asks when it loses its
 connection.
 
-When a call of our client times out, the client asks why with MISSING, in one round trip. Each member of the reply may
-be absent:
+When a call of our client times out, the client asks for facts with MISSING, in one round trip, and draws its own
+conclusions. Each member of the reply may be absent, which means that there is nothing to list:
 
 | member | |
 |---|---|
-| `missing` | how many of the keys do not exist |
-| `keys` | the first 100 of them, each with its position in the request (`index`, from 0) and, for the first four, \
-the most similar existing keys (`nearest`: `key`, its `age` in seconds, and who wrote it, `by`) |
-| `arrived` | the value that the counter has reached |
-| `ranks` | up to 256 ranks that have not written the keys or have not been counted; `more` is the number of others |
-| `elsewhere` | what up to eight of these ranks are doing instead: `who`, `does` and, if known, for how long (`since`) |
+| `absent` | which keys of the request do not exist: ranges of positions in it, first and last, from 0 |
+| `similar` | existing keys that resemble the first four of these: key, 0, seconds since it was last written, id of \
+the session that wrote it; the last two may be absent or null |
+| `counters` | the counter in the request: `key`; `value`, the number that it has reached; and, of the sessions that \
+have counted there, how many are known (`known`), how many of these have joined (`joined`), how many different ranks \
+they have sent (`told`), the first 257 ranges of these ranks (`ranks`), and the ids of the listed sessions among them \
+(`members`). Also, for `init/`, `value` and the `members` that have joined |
+| `writers` | for the first 32 keys of the request that exist, the id of the session that wrote each last, 0 if \
+unknown |
+| `sessions` | the sessions named so far and, if the request has a counter or existing keys, up to 128 others that \
+have neither counted nor written them: up to 16 with the lowest ranks, and up to 16 of processes that have not sent a \
+rank. Each has `id`, `host`, `port`, `joined` and `idle` (seconds since it connected, and since its last request), \
+`command` (that request), `pid`, `peer` (`host`, `rank` and `world_size` from its INTRODUCE) and, if it waits, \
+`wait`: `for` (`keys`, `value`, `item`, `number`, `barrier`, `round` or `store`), the first eight `keys`, cut to 255 \
+characters, how many `more` there are, and the `target` that a number has to reach |
+| `departed` | those of these sessions that have left: `id`, `host`, `port`, `pid`, `peer` |
+| `unlisted` | how many other processes have sent no rank, and have neither counted nor written |
+| `worlds` | how many sessions have sent each of up to four sizes of the world |
+| `server` | `joins`: how many ranks the owner of the store expects to join |
 
-A process is described by `host`, `rank` and `pid`, as far as they are known. The server knows ages, writers and ranks
-only if it has an admin socket. If the token has a prefix, only keys with that prefix are named. The nearest keys are
-those that differ by at most eight in one of their last four numbers; among the newest 16,384 keys, also those that
-differ in any one number, have the same ending, or differ in a few letters. A key of more than 512 characters
-is not compared with others. A server that gets many of these requests at once may omit the nearest keys.
+The server has writers and sessions only if it has an admin socket. If the token has a prefix, only keys with that
+prefix are named, and `for` is empty. Sessions are listed up to 131,072 bytes. Similar keys are those that differ by
+at most eight in one of their last four numbers; and, among the newest 16,384 keys, those that differ only in numbers
+(at most 16), have the same last component, or share three fifths of their bytes as a common beginning and end: up to
+five, of which no two differ from the missing key in the same way. A key of more than 512 bytes is not compared. A
+server works on one of these requests at a time, in short steps; identical ones share a reply, eight others wait, and
+any further ones are answered at once, with `absent` and the value of the counter only.
 
 A server has one unnamed store, in which every connection starts and stock clients stay, and any number of named stores.
 Only the connections in a store can see its keys. ENTER has these items, all of them text:

@@ -1,19 +1,23 @@
-"""Why a call has timed out: the question to the server, and its answer in the error.
+"""Why a call has timed out: the question to the server, and what follows from its answer in the error.
 
-It knows the calls that can be explained and the text of an answer; it must not know connections or deadlines.
+It knows the calls that can be explained, and their texts. It must not know connections or deadlines, nor draw
+conclusions (`diagnosis/`).
 
 Invariant: the text begins with PyTorch's, unchanged. Without an answer, or if the answer adds nothing, it is PyTorch's.
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..base.errors import StoreTimeoutError, counted
 from ..base.keys import caller_key, readable
-from ..observe.missing_reply import Elsewhere, Near, Report, decode_report
 from ..session.identity import QUESTIONS, Identity
 from ..wire.commands import BY_METHOD, JOINS_KEY
 from ..wire.values import PREFIX, Framed, pack, unpack
 from .requests import Request
+
+if TYPE_CHECKING:
+    from ..diagnosis.missing import Elsewhere
+    from ..diagnosis.nearest import Near
 
 _WAIT: Final = BY_METHOD["wait"]
 _FETCH: Final = BY_METHOD["fetch"]
@@ -36,6 +40,18 @@ _MOST_BYTES: Final = 65_536
 _MOST_DIGITS: Final = 9
 """Digits of the expected count of a barrier that is explained."""
 
+_LISTED: Final = 100
+"""Missing keys in the error's attributes."""
+
+_DESCRIBED: Final = 4
+"""Missing keys of which these name similar ones."""
+
+_LISTED_RANKS: Final = 256
+"""Missing ranks in the attributes."""
+
+_LISTED_ELSEWHERE: Final = 8
+"""Ranks whose activity they describe."""
+
 _NAMED: Final = 3
 """Keys that the text names."""
 
@@ -53,6 +69,8 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
     """Return the question about a call that has timed out after this many seconds; None if the server cannot say."""
     if identity is None or identity.extension < QUESTIONS or seconds < _LEAST_SECONDS:
         return None
+    from ..diagnosis.patterns import opened_counter  # these take a tenth of the time in which a rank imports a store
+
     command, fields = request
     nothing = pack(b"")
     pairs: list[tuple[bytes, Framed]] = []
@@ -65,62 +83,80 @@ def question(request: Request, seconds: float, identity: Identity | None) -> Req
         size = 0
         for key in fields[0][:_MOST_KEYS]:
             size += len(key) + 2 * PREFIX
-            if size > _MOST_BYTES and pairs:
+            if size > _MOST_BYTES:
                 break
             pairs.append((key, nothing))
+        if len(fields[0]) == 1 and (counter := opened_counter(readable(fields[0][0]))):
+            pairs.append((counter.encode(), pack(b"0")))
     return (_MISSING, (pairs,)) if pairs else None
 
 
 def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
-    """Add the answer to the error of the call. Raises ProtocolError if it is invalid."""
-    report = decode_report(unpack(answer))
-    pairs = asked[1][0]
-    names = [_shown(key) for key, _ in pairs]
-    for absent in report.keys:
-        if not 0 <= absent.index < len(names):
-            continue
-        name = names[absent.index]
-        error.missing_keys.append(name)
-        if absent.nearest:
-            near = [(caller_key(one.key), one.age, "" if one.by is None else str(one.by)) for one in absent.nearest]
-            error.nearest_keys[name] = near
-    error.missing_ranks = report.ranks
-    error.elsewhere = [_elsewhere(one) for one in report.elsewhere]
-    expected = int(unpack(pairs[-1][1]) or b"0")
-    said = _arrivals(report, expected) if expected else _keys(error, report, len(pairs))
-    said += [ranks_text(error, report.more), *error.elsewhere[:_NAMED_ELSEWHERE]]
+    """Add what follows from the answer to the error of the call. Raises ProtocolError if it is invalid."""
+    from ..diagnosis.facts import read_answer
+    from ..diagnosis.missing import find_pending
+    from ..diagnosis.nearest import find_similar
+
+    keys: list[str] = []
+    counter, expected = "", 0
+    for key, said in asked[1][0]:
+        if len(said) > PREFIX:
+            counter, expected = readable(key), int(unpack(said))
+        else:
+            keys.append(readable(key))
+    facts = read_answer(unpack(answer), keys)
+    ranks, pending = find_pending(facts, keys, counter, expected)
+    error.missing_keys = [caller_key(key) for key in facts.absent[:_LISTED]]
+    most_similar: list[str] = []
+    for key, near in find_similar(facts.similar, ranks, facts.absent[:_DESCRIBED]).items():
+        if near:
+            error.nearest_keys[caller_key(key)] = [(caller_key(one.key), one.age, one.by or "") for one in near]
+            most_similar.append(_near(near[0]))
+    more = 0
+    if pending is not None and (pending.of_job or not pending.missing_ranks):
+        count = None if pending.expected is None else pending.expected - pending.arrived
+        error.missing_ranks = pending.missing_ranks[:_LISTED_RANKS]
+        more = (count or 0) - len(error.missing_ranks)
+        found = [
+            (one.rank, f"{_name(one)} {one.does} (last request {_duration(one.since)} ago)")
+            for one in pending.elsewhere
+        ]
+        found += [(one.rank, f"{_name(one)} {one.does}") for one in pending.left]
+        if count is None or len(found) <= count:  # else some of them need not come
+            found.sort(key=lambda one: (one[0] is None, one[0] or 0))
+            error.elsewhere = [text for _, text in found[:_LISTED_ELSEWHERE]]
+    said = []
+    if expected:
+        arrived = facts.counters[counter].value if counter in facts.counters else expected
+        if arrived < expected:
+            said.append(f"{arrived:,} of {expected:,} have arrived")
+    elif facts.absent and (len(facts.absent) < len(keys) or most_similar or error.missing_ranks or error.elsewhere):
+        said = _keys(facts.absent, len(keys), most_similar[:_NAMED])
+    said += [ranks_text(error, more), *error.elsewhere[:_NAMED_ELSEWHERE]]
     said = [one for one in said if one]
     if said:
         text = str(error)
         error.args = (f"{text}{'' if text.endswith('.') else '.'} {'; '.join(said)}",)
 
 
-def _arrivals(report: Report, expected: int) -> list[str]:
-    if report.arrived is None or report.arrived >= expected:
-        return []
-    return [f"{report.arrived:,} of {expected:,} have arrived"]
-
-
-def _keys(error: StoreTimeoutError, report: Report, asked: int) -> list[str]:
-    """Describe missing keys, if that adds to PyTorch's text."""
-    near = [one for absent in report.keys for one in absent.nearest[:1]][:_NAMED]
-    if not report.missing or (report.missing == asked and not near and not report.ranks):
-        return []
-    named = ", ".join([repr(name) for name in error.missing_keys[:_NAMED]])
-    named += ", …" if report.missing > _NAMED else ""
-    said = [f"{report.missing:,} of {counted(asked, 'key')} missing: {named}"]
-    if near:
-        said.append(f"most similar: {', '.join(dict.fromkeys([_near(one) for one in near]))}")
+def _keys(absent: list[str], asked: int, most_similar: list[str]) -> list[str]:
+    """Describe missing keys."""
+    named = ", ".join([repr(caller_key(name)) for name in absent[:_NAMED]])
+    named += ", …" if len(absent) > _NAMED else ""
+    said = [f"{len(absent):,} of {counted(asked, 'key')} missing: {named}"]
+    if most_similar:
+        said.append(f"most similar: {', '.join(dict.fromkeys(most_similar))}")
     return said
 
 
-def _near(near: Near) -> str:
+def _near(near: "Near") -> str:
     written = "" if near.age is None else f" written {_duration(near.age)} ago"
     return f"{caller_key(near.key)!r}{written}{'' if near.by is None else f' by {near.by}'}"
 
 
-def _elsewhere(one: Elsewhere) -> str:
-    return f"{one.who} {one.does}" + ("" if one.since is None else f" (last request {_duration(one.since)} ago)")
+def _name(one: "Elsewhere") -> str:
+    where = one.host if one.pid is None else f"{one.host}, pid {one.pid}"
+    return where if one.rank is None else f"rank {one.rank} ({where})"
 
 
 def ranks_text(error: StoreTimeoutError, more: int = 0) -> str:
@@ -135,7 +171,3 @@ def _duration(seconds: float) -> str:
     if seconds < _MINUTE:
         return f"{seconds:.0f} s"
     return f"{seconds / _MINUTE:.0f} min" if seconds < _HOUR else f"{seconds / _HOUR:.1f} h"
-
-
-def _shown(key: bytes) -> str:
-    return caller_key(readable(key))

@@ -1,16 +1,19 @@
-"""The facts in a reply of the admin socket: the sessions, keys and barriers of a server at one time.
+"""The facts in a reply of the admin socket, or to MISSING: the sessions, keys and barriers of a server at one time.
 
-Knows the format (`server/admin.py`, `observe/inspection.py`). Must not know sockets, nor draw conclusions.
+Knows the format (`server/admin.py`, `observe/inspection.py`, `observe/missing.py`). Must not know sockets, nor draw
+conclusions.
 """
 
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Final, TypeVar
 
 import msgspec
 
+from ..base.errors import ProtocolError
 from ..observe.similar_keys import Family, family_of, number_after
 from .lines import Line, decode_reply
 
@@ -19,7 +22,8 @@ class Wait(msgspec.Struct, rename={"kind": "for"}, gc=False):
     """What a session waits for."""
 
     kind: str
-    """`keys`, `value` or `item` of a key, `number`: until the key reaches `target`, `barrier`, `round`, or `store`."""
+    """`keys`, `value` or `item` of a key, `number`: until the key reaches `target`, `barrier`, `round`, or `store`.
+    Empty if the asker may not know."""
     keys: list[str] = []
     group: int = 0
     """Its group of waiters, which then has the keys; 0 for none."""
@@ -111,11 +115,19 @@ class Counter(msgspec.Struct):
 
     key: str
     value: int
-    expected: int
+    expected: int = 0
     """0 if unknown."""
-    age: float
-    members: list[int]
-    """The sessions that have counted there."""
+    age: float = 0.0
+    members: list[int] = []
+    """The sessions that have counted there; in a reply to MISSING, some of them."""
+    known: int = 0
+    """In a reply to MISSING, the number of these sessions."""
+    joined: int = 0
+    """How many of these have joined."""
+    told: int = 0
+    """How many ranks they have sent."""
+    ranks: list[tuple[int, int]] = []
+    """The first ranges of these ranks."""
 
 
 class Key(msgspec.Struct, array_like=True, gc=False):
@@ -148,6 +160,16 @@ class _Line(Line):
     environments: dict[int, dict[str, str]] | None = None
 
 
+class _Reply(_Line):
+    """The reply to MISSING."""
+
+    absent: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    similar: list[Key] = msgspec.field(default_factory=list)
+    writers: list[int] = msgspec.field(default_factory=list)
+    unlisted: int = 0
+    worlds: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class Members:
     """The values published under keys of one family."""
 
@@ -158,10 +180,22 @@ class Members:
         """The session that wrote each key, 0 if unknown, keyed by the number in the key."""
 
     @cached_property
+    def _known(self) -> tuple[int, int]:
+        """The number of keys whose writers are known, and of these writers."""
+        known = [writer for writer in self.writers.values() if writer]
+        return len(known), len(set(known))
+
+    @property
     def one_each(self) -> bool:
         """Whether no two keys were written by the same session."""
-        known = [writer for writer in self.writers.values() if writer]
-        return len(known) >= _FEW and len(set(known)) == len(known)
+        keys, writers = self._known
+        return _FEW <= keys == writers
+
+    @property
+    def several_each(self) -> bool:
+        """Whether a session has written several keys: their numbers are not ranks."""
+        keys, writers = self._known
+        return writers < keys
 
 
 class Facts:
@@ -187,9 +221,39 @@ class Facts:
         self.waits_in_groups: dict[int, tuple[Wait, list[Session]]] = {}
         """The same for groups of waiters, keyed by group."""
         self.families: dict[Family, Members] = {}
+        self.absent: list[str] = []
+        """Missing keys of a question."""
+        self.similar: list[Key] = []
+        """Existing keys that resemble these."""
+        self.partial = False
+        """Whether they are about one question, so that most sessions and keys are not listed."""
+        self.unlisted: int = 0
+        """Number of connected processes without a rank that are not listed."""
+        self.worlds: dict[str, int] = {}
+        """How many sessions have said each size of the world, if not all are listed."""
         self._family = Family("", "")
         """The family of the last key with a number at its end."""
         self._writers: dict[int, int] | None = None
+
+    def add(self, line: _Line) -> None:
+        """Add the facts in a line of a reply."""
+        if line.server is not None:
+            self.server = line.server
+        if line.sessions:
+            self.add_sessions(line.sessions)
+        if line.environments is not None:
+            self.environments = {**(self.environments or {}), **line.environments}
+        if line.keys:
+            self.add_keys(line.keys)
+        self.stores += line.stores
+        self.groups.update({group.id: group for group in line.groups})
+        self.departed.update({one.id: one for one in line.departed})
+        for counter in line.counters:
+            known = self.counters.get(counter.key)
+            if known is None:
+                self.counters[counter.key] = counter
+            else:
+                known.members += counter.members
 
     def add_sessions(self, sessions: list[Session]) -> None:
         self.sessions += sessions
@@ -260,23 +324,24 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
     """Decode a reply. Raises DistStoreError for a reported error, ProtocolError for an invalid reply."""
     facts = Facts()
     for line in decode_reply(lines, _Line):
-        if line.server is not None:
-            facts.server = line.server
-        if line.sessions:
-            facts.add_sessions(line.sessions)
-        if line.environments is not None:
-            facts.environments = {**(facts.environments or {}), **line.environments}
-        if line.keys:
-            facts.add_keys(line.keys)
-        facts.stores += line.stores
-        facts.groups.update({group.id: group for group in line.groups})
-        facts.departed.update({one.id: one for one in line.departed})
-        for counter in line.counters:
-            known = facts.counters.get(counter.key)
-            if known is None:
-                facts.counters[counter.key] = counter
-            else:
-                known.members += counter.members
+        facts.add(line)
+    return facts
+
+
+def read_answer(raw: bytes, keys: list[str]) -> Facts:
+    """Decode the reply to MISSING about these keys. Raises ProtocolError."""
+    try:
+        reply = msgspec.json.decode(raw, type=_Reply)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError("invalid reply to MISSING") from None
+    facts = Facts()
+    facts.partial = True
+    facts.add(reply)
+    absent = {at for first, last in reply.absent for at in range(max(0, first), min(last + 1, len(keys)))}
+    facts.absent = [keys[at] for at in sorted(absent)]
+    there = [key for at, key in enumerate(keys) if at not in absent]
+    facts.add_keys([Key(key, 0, None, by) for key, by in zip_longest(there, reply.writers[: len(there)])])
+    facts.similar, facts.unlisted, facts.worlds = reply.similar, reply.unlisted, reply.worlds
     return facts
 
 

@@ -15,6 +15,8 @@ import msgspec
 
 from ..base.keys import describe_wait
 from ..observe.similar_keys import Family, family_of, number_after
+from ..wire.commands import BY_METHOD
+from .facts import Counter as BarrierCounter
 from .facts import Facts, Group, Members, Session, Wait
 from .patterns import (
     JOIN_COUNTER,
@@ -29,7 +31,7 @@ from .stock_ranks import Rank, Ranks
 
 
 class Elsewhere(msgspec.Struct):
-    """A missing rank that is connected."""
+    """A missing rank that is or was connected."""
 
     rank: int | None
     host: str
@@ -70,6 +72,10 @@ class Pending(msgspec.Struct):
     fewer_on: list[Hosted] = []
     unidentified: int = 0
     """Number of missing ranks that may be connected: the ranks of some connections are unknown."""
+    left: list[Elsewhere] = []
+    """Missing ranks that were connected."""
+    of_job: bool = False
+    """Whether the missing ranks are ranks of the whole job, not only of a group."""
 
 
 class Claimed(msgspec.Struct):
@@ -110,6 +116,10 @@ _MOST_NUMBERS: Final = 1_000_000
 """Most numbers examined, in all: any peer may wait for a key with an invented number."""
 
 
+_QUESTION: Final = BY_METHOD["missing"].name
+"""The command with which a client asks why it has timed out."""
+
+
 def awaited(facts: Facts) -> list[Awaited]:
     """Return the waits, one for each awaited list of keys."""
     found: list[Awaited] = []
@@ -123,6 +133,19 @@ def awaited(facts: Facts) -> list[Awaited]:
     return found
 
 
+def find_pending(facts: Facts, keys: list[str], counter: str, expected: int) -> tuple[Ranks, Pending | None]:
+    """Return what a call has waited for that has timed out, if its ranks are known; `facts` are those about it.
+
+    It has waited for `keys` or, if there is an `expected` number, for `counter` to reach it.
+    """
+    ranks = Ranks(facts, {}, expected if counter == JOIN_COUNTER else None)
+    if counter in facts.counters:
+        facts.counters[counter].expected = expected
+    wait = Awaited(Wait("barrier"), [counter], [], []) if expected else Awaited(Wait("keys"), facts.absent, keys, [])
+    waits = [one for one in find_missing(facts, ranks, [wait]).waits if one.kind != "join" or counter == JOIN_COUNTER]
+    return ranks, waits[0] if waits else None
+
+
 def find_missing(facts: Facts, ranks: Ranks, waits: list[Awaited]) -> Missing:
     """Return which ranks are missing from what is pending; `waits` is the result of `awaited`."""
     return _Search(facts, ranks).run(waits)
@@ -134,7 +157,11 @@ def describe_activity(session: Session | None, groups: Mapping[int, Group]) -> s
         return "has left"
     wait = session.wait
     if wait is None:
+        if session.command == _QUESTION:
+            return "has just timed out"
         return f"has sent nothing since {session.command}" if session.id else "has sent nothing"
+    if not wait.kind:
+        return "is waiting"
     group = groups.get(wait.group) if wait.group else None
     return describe_wait(wait.kind, wait.keys if group is None else group.keys, wait.more, wait.target)
 
@@ -236,16 +263,22 @@ class _Search:
         size = self.ranks.world_size
         if size is None or self.joined_count >= size:
             return None
-        joined = self.joined or {rank for rank in self.ranks.all if rank.sessions}
         counter = self.facts.counters.get(JOIN_COUNTER)
+        joined = self.joined
+        if not joined and (counter is None or not counter.known):
+            joined = {rank for rank in self.ranks.all if rank.sessions}
         waiting = [session for session in self.facts.sessions if session.wait and JOIN_COUNTER in session.wait.keys]
         since = max([session.idle for session in waiting], default=0.0 if counter is None else counter.age)
         others = self._without(self.ranks.all, joined)
-        return self._pending("join", JOIN_COUNTER, self.joined_count, size, joined, others, len(waiting), since)
+        return self._pending(
+            "join", JOIN_COUNTER, self.joined_count, size, joined, others, len(waiting), since, counter
+        )
 
     def _barrier(self, key: str) -> Pending | None:
         counter = self.facts.counters.get(key)
         sessions = self.waiting[key]
+        if not sessions and counter is None:
+            return None
         came = self.ranks.of([session.id for session in sessions])
         value = len(came)
         waiting = value or len(sessions)
@@ -258,10 +291,13 @@ class _Search:
             expected = self.ranks.world_size
         if expected is not None and value >= expected:
             expected = None
-        since = max([session.idle for session in sessions])
-        everyone = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
+        since = max([session.idle for session in sessions], default=0.0)
+        joined, known = len(came & self.joined), len(came)
+        if counter is not None and counter.known:
+            joined, known = counter.joined, counter.known
+        everyone = self.joined if 2 * joined > known else self.ranks.all
         others = [] if is_for_agents(key) else self._without(everyone, came)
-        return self._pending("barrier", key, value, expected, came, others, waiting, since)
+        return self._pending("barrier", key, value, expected, came, others, waiting, since, counter)
 
     def _pending(
         self,
@@ -273,25 +309,39 @@ class _Search:
         others: list[Rank],
         waiting: int,
         since: float,
+        counter: BarrierCounter | None,
     ) -> Pending:
         """Describe what waits for the arrival of all; `others` are connected and have not arrived."""
         size = self.ranks.world_size
+        known = len(came) if counter is None else max(len(came), counter.known)
+        beyond = 0
+        """Ranks that have arrived and are not listed, above those that are."""
         numbers = {rank.number for rank in came if rank.number is not None}
         numbers.update(number for number, ranks in self.ranks.claimed.items() if not came.isdisjoint(ranks))
         missing: list[int] = []
         count = None if expected is None else expected - arrived
-        candidates = len(others)
+        candidates = len(others) + self.facts.unlisted
         if expected is not None and expected == size and expected <= _MOST_NUMBERS:
-            rest = [number for number in range(expected) if number not in numbers]
-            missing = rest if len(rest) == expected - arrived else []
+            end = expected
+            if counter is not None and counter.ranks:
+                for first, last in counter.ranks:
+                    numbers.update(range(max(0, first), min(last + 1, expected)))
+                beyond = max(0, counter.told - len(numbers))
+                end = min(expected, last + 1) if beyond else expected
+            rest = [number for number in range(end) if number not in numbers]
+            missing = rest if len(rest) + (expected - end - beyond) == expected - arrived else []
         if missing:
             others, candidates = self._identify(missing, [rank for rank in others if rank.number is None])
-        elif len(came) < arrived and len(others) != count:
+        elif (known < arrived or self.facts.unlisted) and candidates != count:
             others = []  # some of them have arrived, but it is unknown which
         elsewhere = self._elsewhere(others)
         unseen, unidentified = _absent(count or 0, len(elsewhere), candidates)
         fewer_on = self._fewer_on(came)
-        return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, fewer_on, unidentified)
+        left = self._left(missing)
+        return Pending(
+            *(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, fewer_on, unidentified, left),
+            bool(missing),
+        )
 
     def _without(self, everyone: Iterable[Rank], came: set[Rank]) -> list[Rank]:
         """Return the connected processes that may be ranks and have not arrived."""
@@ -336,6 +386,8 @@ class _Search:
     def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
         """Describe keys that each rank writes for the others, or one rank for all; None if it is unclear."""
         known = self.ranks.families.get(family) or Members(0)
+        if known.several_each:
+            return None
         waiters = self._waiters(exchange)
         writers = self.ranks.of(known.writers.values())
         waiting, since = len(waiters), self._since(exchange)
@@ -355,7 +407,8 @@ class _Search:
             missing = sorted(exchange.awaited)
         if not missing:
             return None
-        found, candidates = self._who(missing, expected, involved)
+        of_job = expected == self.ranks.world_size or self._are_ranks(known)
+        found, candidates = self._who(missing, of_job, involved)
         unseen, unidentified = _absent(len(missing), len(found), candidates)
         return Pending(
             "keys",
@@ -369,6 +422,8 @@ class _Search:
             since,
             self._fewer_on(writers),
             unidentified,
+            self._left(missing) if of_job else [],
+            of_job,
         )
 
     def _expected(self, family: Family, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
@@ -382,10 +437,17 @@ class _Search:
             return size
         return least
 
-    def _who(self, missing: list[int], expected: int, involved: set[Rank]) -> tuple[list[Rank], int]:
+    def _are_ranks(self, members: Members) -> bool:
+        """Return whether the numbers in keys are those that their writers say they have as ranks of the job."""
+        writers = [(number, self.ranks.by_session.get(writer)) for number, writer in members.writers.items()]
+        told = [
+            (number, rank.number) for number, rank in writers if rank is not None and rank.source not in ("", "keys")
+        ]
+        return bool(told) and all(number == rank for number, rank in told)
+
+    def _who(self, missing: list[int], of_job: bool, involved: set[Rank]) -> tuple[list[Rank], int]:
         """Return the connected ones of the missing ranks, and how many there may be."""
-        size = self.ranks.world_size
-        if size is not None and expected != size:  # numbers in a group, whose members are unknown
+        if self.ranks.world_size is not None and not of_job:  # numbers in a group, whose members are unknown
             return [], len(self._without(self.joined or self.ranks.all, involved))
         return self._identify(missing, self._nameless(involved))
 
@@ -420,12 +482,18 @@ class _Search:
         for rank in ranks:
             session = rank.main_session()
             since = 0.0 if session is None else session.idle
-            port = 0 if session is None else session.port
+            port = rank.departed[0].port if session is None else session.port
             found.append(
                 Elsewhere(rank.number, rank.host, port, rank.pid, describe_activity(session, self.facts.groups), since)
             )
         found.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.port))
         return found
+
+    def _left(self, missing: list[int]) -> list[Elsewhere]:
+        by_number = self.ranks.by_number
+        return self._elsewhere(
+            [rank for one in missing if (rank := by_number.get(one)) is not None and not rank.sessions]
+        )
 
     def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
         """Return the hosts from which fewer ranks have arrived than from most."""
@@ -437,7 +505,7 @@ class _Search:
         hosts: Counter[str] = Counter()
         for host, count in counts.items():
             hosts[self._name_of(host)] += count
-        usual = Counter(hosts.values()).most_common(1)[0][0]
+        usual = max(Counter(hosts.values()).items(), key=lambda one: (one[1], one[0]))[0]
         return sorted((Hosted(host, count, usual) for host, count in hosts.items() if count < usual), key=_host)
 
     def _name_of(self, host: str) -> str:

@@ -200,6 +200,8 @@ class Ranks:
             return False
         if names_ranks(family):
             return True
+        if size is None and self.facts.partial:
+            return False
         total = size or len([rank for rank in self.all if rank.sessions])
         if size_told := gloo_size(family, members.value_bytes):
             return size_told >= total  # else ranks in a smaller group
@@ -221,7 +223,7 @@ class Ranks:
             if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
                 return int(wait.target)
         sessions = chain.from_iterable([rank.sessions for rank in self.described])
-        return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
+        return _most_common(self.facts.worlds or Counter([one.peer.get("world_size") for one in sessions]))
 
 
 def _overlap(actions: list[list[str]]) -> bool:
@@ -234,7 +236,7 @@ def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
     return names_ranks(family), gloo_size(family, members.value_bytes) > 0, len(members.writers)
 
 
-def _most_common(texts: "Counter[str | None]") -> int | None:
+def _most_common(texts: "Mapping[str, int] | Counter[str | None]") -> int | None:
     """Return the most frequent number among texts, given with their counts."""
     sizes: Counter[int | None] = Counter()
     for text, count in texts.items():

@@ -192,19 +192,6 @@ class History(Observer):
         for at in range(0, len(departed), portion):
             yield departed[at : at + portion]
 
-    def members(self, counter: bytes, found: list[ServerSession], portion: int) -> Iterator[None]:
-        """Append to `found` the sessions that have arrived at a barrier or joined; each step examines `portion`."""
-        barrier = self.barriers.get(counter)
-        noted: set[int] = set() if barrier is None else barrier.members
-        for sessions in self.sessions(portion):
-            for one in sessions:
-                if (
-                    one.heard_at != NEVER
-                    and ((one.joined is not None and one.joined[0] == counter) or one.barrier == counter)
-                ) or (one.serial and one.serial in noted):
-                    found.append(one)
-            yield
-
     # Commands
 
     def recorded(self, method: str, call: Handler) -> Handler:

@@ -85,11 +85,11 @@ class Inspection:
                 continue
             if holder.store is not self.store and not self.everyone:
                 continue
-            fact = self._session(holder, groups)
+            fact = self.session(holder)
             found.append(fact)
             weight += 1
-            wait = fact.get("wait")
-            if wait is not None:
+            if holder.state in AWAITED:
+                wait = fact["wait"] = self._wait(holder, groups)
                 weight += len(wait["keys"]) // 8
             for group in groups:
                 weight += len(group["keys"]) // 8
@@ -218,7 +218,8 @@ class Inspection:
                 }
                 yield self._with_departed({"counters": [fact]})
 
-    def _session(self, session: ServerSession, groups: list[Fact]) -> Fact:
+    def session(self, session: ServerSession) -> Fact:
+        """Describe a session, but for what it waits for."""
         heard = session.heard_at != NEVER
         history = history_of(session.store)
         fact: Fact = {
@@ -244,8 +245,6 @@ class Inspection:
             fact["link"] = str(owner.link.host)
         elif isinstance(session.partial, LinkInput):
             fact["carries"] = 0 if session.partial.link is None else len(session.partial.link.sessions)
-        if session.state in AWAITED:
-            fact["wait"] = self._wait(session, groups)
         return fact
 
     def _wait(self, session: ServerSession, groups: list[Fact]) -> Fact:

@@ -228,10 +228,10 @@ COMMANDS: Final = (
             "reply is a JSON object, described below. If its `status` is not `ok`, the server closes the connection. "
             "May be repeated: the last token counts.", since=6),
     Command(0x4F, "MISSING",      ITEMS,           VALUE,           "missing",     SESSION | INTERNAL,
-            "Asks which of the keys (at most 1,000) are missing, and why. The value of a key is empty; one key may "
-            "instead have a decimal number, and is then a counter that is expected to reach it. The reply is a JSON "
-            "object, described below. Never waits. Closes the connection if there are more keys, or a value is "
-            "neither.", since=7),
+            "Asks which of the keys (at most 1,000, of at most 131,072 bytes together) are missing, and for facts that "
+            "show why. The value of a key is empty; one key may instead have a decimal number, and is then a counter "
+            "that is expected to reach it, or 0 if that is unknown. The reply is a JSON object, described below. Never "
+            "waits. Closes the connection if there are more keys, or a value is neither.", since=7),
     Command(0x50, "ENTER",        NAMED_VALUES,    DEFERRED_VALUE,  "enter",       PARKS | SESSION | INTERNAL,
             "Moves the connection from the unnamed store into a named one, for good. The items and the reply, a JSON "
             "object, are described below. Replies once there is a store of that name, or at once if the connection is "

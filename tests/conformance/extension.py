@@ -743,8 +743,8 @@ def missing_keys(s: Script) -> None:
     a.asks(set_(b"there", b"v") + push(b"queue", b"item"), b"")
     a.asks(missing() + missing((b"there", b""), (b"queue", b"")), blob(b"{}") * 2)
     a.asks(
-        missing((b"there", b""), (b"/not", b""), (b"queue", b""), (b"=nor=that=", b"")),
-        blob(b'{"missing":2,"keys":[{"index":1},{"index":3}]}'),
+        missing((b"/not", b""), (b"queue", b""), (b"=nor=that=", b""), (b"nor", b"")),
+        blob(b'{"absent":[[0,0],[2,3]]}'),
     )
     a.asks(NUM_KEYS + check(b"/not"), i64(1) + NOT_READY)
 
@@ -753,8 +753,8 @@ def missing_keys(s: Script) -> None:
 def missing_arrivals(s: Script) -> None:
     a = s.peer("a")
     a.asks(barrier(b"full", 1) + add(b"none", 2), WOKEN + i64(2))
-    a.asks(missing((b"full", b"1")), blob(b'{"arrived":1}'))
-    a.asks(missing((b"never", b"3")), blob(b'{"arrived":0}'))
+    a.asks(missing((b"full", b"1")), blob(b'{"counters":[{"key":"full","value":1}]}'))
+    a.asks(missing((b"none", b"1")), blob(b'{"counters":[{"key":"none","value":2}]}'))
 
 
 @case()
@@ -762,7 +762,7 @@ def missing_while_waiting(s: Script) -> None:
     """It waits for nothing, and changes nothing of what is waited for."""
     a, b = s.peers("ab")
     a.says(wait(b"k"))
-    b.asks(missing((b"k", b"")), blob(b'{"missing":1,"keys":[{"index":0}]}'))
+    b.asks(missing((b"k", b"")), blob(b'{"absent":[[0,0]]}'))
     b.says(set_(b"k", b"v"))
     a.hears(WOKEN)
 
@@ -774,9 +774,10 @@ def missing_takes_at_most_1000_keys(s: Script) -> None:
 
 
 @case()
-def missing_takes_numbers_only(s: Script) -> None:
+def missing_takes_numbers_and_131072_bytes_only(s: Script) -> None:
     for name, expected in zip("abcd", (b"x", b"-1", b"1234567890", bytes(100_000)), strict=True):
         s.peer(name).asks(missing((b"k", expected)), CLOSED)
+    s.peer("e").asks(missing(*[(b"k" * 8_192, b"")] * 17), CLOSED)
 
 
 # ENTER

@@ -239,6 +239,8 @@ def _pending_lines(one: Pending) -> Iterable[str]:
         yield f"  missing: {_ranks(one.missing_ranks)}"
     for rank in one.elsewhere[:_ENOUGH]:
         yield f"  {_name(rank)} is connected but {rank.does} (last request {in_seconds_or_more(rank.since)} ago)"
+    for rank in one.left[:_ENOUGH]:
+        yield f"  {_name(rank)} {rank.does}"
     if len(one.elsewhere) > _ENOUGH:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:

@@ -118,7 +118,7 @@ def _states(ranks: Ranks, missing: Missing, size: int) -> list[str]:
             states[number] = GONE if not rank.sessions else WAITING if rank.waits() else JOINED
     for one in missing.waits:
         named = [rank.rank for rank in one.elsewhere if rank.rank is not None]
-        if one.expected is not None and one.expected == missing.world_size:  # otherwise they are numbers in a group
+        if one.of_job:
             named += one.missing_ranks
         for number in named:
             if number < size:

@@ -227,6 +227,16 @@ def test_a_key_that_is_no_ranks_is_not_missing_from_anybody() -> None:
     assert world.missing().waits == []
 
 
+def test_numbers_in_keys_that_one_rank_has_written_are_not_ranks() -> None:
+    world = World()
+    for client in range(4):
+        world.connect(client)
+    for number in range(3):
+        world.set(0, b"/shard/%d" % number)
+    world.wait(1, *[b"/shard/%d" % number for number in range(4)])
+    assert world.missing(4).waits == []
+
+
 def test_a_group_of_some_ranks() -> None:
     """Its size is in what its members publish; which ranks they are is not."""
     world = World()
@@ -267,6 +277,7 @@ def test_a_rank_that_has_left_is_not_connected() -> None:
     found = only(world.missing())
     assert found.missing_ranks == [2, 3]
     assert [one.rank for one in found.elsewhere] == [2]
+    assert [(one.rank, one.port, one.does) for one in found.left] == [(3, 20_003, "has left")]
     assert found.unseen == 1
 
 

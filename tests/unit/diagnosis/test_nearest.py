@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from looking import World
-from tcpstore_async.diagnosis.facts import Key
+from tcpstore_async.diagnosis.facts import Facts, Key
 from tcpstore_async.diagnosis.missing import awaited
-from tcpstore_async.diagnosis.nearest import find_waiting, nearest_keys
+from tcpstore_async.diagnosis.nearest import find_similar, find_waiting
+from tcpstore_async.diagnosis.stock_ranks import Ranks
+
+NOBODY = Ranks(Facts(), {}, None)
 
 STORIES = {
     "a generation counter is off by some": (
@@ -105,14 +108,14 @@ def test_of_many_keys() -> None:
     """800,000 take seconds; 10,000 show that the cost is bounded, as a scan of all for each would be 10 million."""
     keys = [Key(f"/exchange/{number // 1000}/{number % 1000}", 1, 1.0, None) for number in range(10_000)]
     wanted = [f"/exchange/{number}/1000" for number in range(1_000)]
-    found = nearest_keys(keys, wanted)
+    found = find_similar(keys, NOBODY, wanted)
     assert found["/exchange/7/1000"][0].key == "/exchange/7/999"
 
 
 @given(st.lists(st.text("ab/01", max_size=12), max_size=30), st.lists(st.text("ab/01", max_size=12), max_size=5))
 def test_only_other_existing_keys_are_near(existing: list[str], wanted: list[str]) -> None:
     keys = [Key(key, 1, None, None) for key in dict.fromkeys(existing)]
-    found = nearest_keys(keys, wanted)
+    found = find_similar(keys, NOBODY, wanted)
     assert found.keys() == set(wanted)
     for key, near in found.items():
         names = [one.key for one in near]
