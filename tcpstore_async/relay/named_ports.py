@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from ..auth.secret_files import TOKEN, TOKEN_FILE
@@ -54,19 +53,12 @@ _CREDENTIALS: Final = (TOKEN, TOKEN_FILE, CA, CERT, KEY)
 """Variables that may have changed since the forwarding process was started."""
 
 _PROGRAM: Final = """# the ports of this job's stores with names
-import sys
-control_fd, *path = sys.argv[1:]
-sys.path[:] = [entry for entry in sys.path if entry] + path
-import os
 if os.fork():
     os._exit(0)
 from tcpstore_async.relay.named_ports import main
 from tcpstore_async.server.peer_user import own_connections
-main(int(control_fd), own_connections())
+main(int(sys.argv[1]), own_connections())
 """
-
-_ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent)
-
 
 Admits = Callable[[socket.socket], bool]
 """Returns whether a connection is served."""
@@ -148,7 +140,7 @@ def _running() -> socket.socket:
         try:
             with its:
                 starter = subprocess.Popen(
-                    [*python_process.command(_PROGRAM), str(its.fileno()), _ROOT, *filter(None, sys.path)],
+                    python_process.command(_PROGRAM, str(its.fileno())),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=python_process.environment(),
