@@ -47,7 +47,6 @@ OF_THE_MACHINE = {"base/deadline.py", "base/locks.py", "base/python_process.py"}
 """Files in these folders that are about it: clocks, threads, processes."""
 
 STARTED = {
-    ("relay/named_ports.py", "server"),
     ("server/owned_process.py", "__main__"),
     ("server/process/parent.py", "serving"),
 }

@@ -4,12 +4,12 @@ Knows the command line of `tcpstore relay` and its ready line. Must not know lin
 """
 
 import json
-import os
 import selectors
 import subprocess
 from typing import Final
 
 from ..auth.secret_files import TOKEN, TOKEN_FILE, TlsFiles
+from ..base import python_process
 from ..base.errors import DistNetworkError
 from ..client.tls_settings import CA, CERT, KEY
 from ..server.owned_process import STOP_SECONDS, OwnedProcess
@@ -35,8 +35,9 @@ class RelayProcess(OwnedProcess):
         environment. `files` replace the TLS files that the environment names. With `quiet` its log is dropped. Its
         ranks enter `store`, if that is given. Raises DistNetworkError if the relay does not start.
         """
-        arguments = ["relay", "--upstream", upstream, "--port", "0", *(["--store", store] if store else [])]
-        environment = dict(os.environ)
+        arguments = ["relay", "--owner-fd", "0", "--upstream", upstream, "--port", "0"]
+        arguments += ["--store", store] if store else []
+        environment = python_process.environment()
         if token is not None:
             environment.pop(TOKEN_FILE, None)
             environment[TOKEN] = token
@@ -61,7 +62,4 @@ def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
     line = process.stdout.readline()
     if not line:
         raise DistNetworkError(f"the relay exited with status {process.wait(STOP_SECONDS)}; see its standard error")
-    try:
-        return int(json.loads(line)["port"])
-    except (ValueError, TypeError, KeyError):  # another part of the interpreter's start, such as sitecustomize, printed
-        raise DistNetworkError(f"the relay printed {line[:100]!r} instead of its ready line") from None
+    return int(json.loads(line)["port"])

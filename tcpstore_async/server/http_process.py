@@ -7,13 +7,13 @@ server is not affected.
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from ..auth.secret_files import TOKEN, TOKEN_FILE
+from ..base import python_process
 from ..base.addresses import format_address
 from .listen_socket import listen
 from .owned_process import STOP_SECONDS, OwnedProcess
@@ -49,9 +49,10 @@ async def http_process(admin: str, options: HttpOptions) -> AsyncIterator[None]:
 
     It logs to this process's standard error.
     """
-    arguments = ["http", "--admin", admin, "--log-format", options.log_format, "--log-level", options.log_level]
+    arguments = ["http", "--owner-fd", "0", "--admin", admin]
+    arguments += ["--log-format", options.log_format, "--log-level", options.log_level]
     arguments += ["--name", options.name, *(["--same-user"] if options.same_user else [])]
-    environment = {key: text for key, text in os.environ.items() if key not in (TOKEN, TOKEN_FILE)}
+    environment = {key: text for key, text in python_process.environment().items() if key not in (TOKEN, TOKEN_FILE)}
     with options.listener:
         fd = options.listener.fileno()
         owned = OwnedProcess([*arguments, "--listen-fd", str(fd)], environment, pass_fds=[fd])

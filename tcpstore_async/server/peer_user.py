@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -145,22 +144,6 @@ class PeerUsers:
             raise _unavailable(
                 f"the kernel reported that a connection owned by user {self.user} belongs to user {found}"
             )
-
-
-def own_connections() -> Callable[[socket.socket], bool]:
-    """Return a check whether a process of this user made a connection; always True if the kernel cannot tell."""
-    try:
-        users = PeerUsers()
-    except DistNetworkError:
-        return lambda _: True
-
-    def is_own(connection: socket.socket) -> bool:
-        try:
-            return users.look_up(connection) == users.user
-        except UnknownOwnerError:
-            return False
-
-    return is_own
 
 
 def _packed(family: int, host: str) -> bytes:

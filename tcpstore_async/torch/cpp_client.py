@@ -26,7 +26,8 @@ from ..client.store_name import StoreName
 from ..client.store_port import direct_address
 from ..client.sync_client import TCPClient
 from ..client.tls_settings import wants_tls
-from ..relay.named_ports import listen, open_port
+from ..relay.named_ports import open_port
+from ..server.listen_socket import listen
 from ..stores.rank import Rank, new_token
 from ..stores.rendezvous_url import Place
 from ..stores.tcp import TCPStore
@@ -97,7 +98,7 @@ class _Joining(TCPStore):
         # The program may publish the C++ client's port, so it must be the one in the name.
         if self._listener is not None:
             self._listener.close()
-        self._listener = listen()
+        self._listener = listen("127.0.0.1", 0)
         return int(self._listener.getsockname()[1])
 
     def _check_tls(self) -> None:
@@ -153,7 +154,7 @@ class _Joining(TCPStore):
 
     def _open_port(self, server: ServerUrl, name: StoreName) -> int:
         """Open a port on loopback that stands for a named store."""
-        listener, self._listener = self._listener or listen(), None
+        listener, self._listener = self._listener or listen("127.0.0.1", 0), None
         return open_port(server, name, listener)
 
     def detach_server(self, store: Any) -> NativeServer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -112,19 +113,20 @@ def test_the_process_that_forwards_gets_what_its_interpreter_needs(
 
 
 _OWNER = """
-import sys
+import os, sys
 from tcpstore_async.relay.named_ports import LastingPort
 from tcpstore_async.client.server_url import ServerUrl
+os.setpgrp()
 port = LastingPort(ServerUrl("127.0.0.1", int(sys.argv[1]), False), "node7:4711")
 print(port.port, flush=True)
 sys.stdin.read()
 """
 
 
-def test_it_ends_with_its_process() -> None:
+def test_it_ends_with_its_process_group() -> None:
     with tcpstore_server() as server, program(_OWNER, str(server.port)) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         assert not refused(port)
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         until(lambda: refused(port), "the port is closed")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import array
 import asyncio
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +16,9 @@ from relay.test_same_user import needs_root, someone_else, try_it
 from support import LIMIT, RawPeer, Server, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.client.store_name import find_server
-from tcpstore_async.relay.named_ports import _forward, _order, listen, open_port
+from tcpstore_async.relay.named_ports import open_port
+from tcpstore_async.relay.port_process import serve
+from tcpstore_async.server.listen_socket import listen
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def port_of(store: TCPStore) -> int:
     name = store._connection().name
     assert store._server is not None
     assert name is not None
-    return open_port(store._server, name, listen())
+    return open_port(store._server, name, listen("127.0.0.1", 0))
 
 
 @needs_root
@@ -58,9 +63,9 @@ def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, o
         url = find_server(f"tcp://127.0.0.1:{server.port}")
         assert name is not None
         assert url is not None
-        order = _order(url, name)
-        with mine, its, listen() as listener:
-            forwarding = asyncio.ensure_future(_forward(its, lambda _: True))
+        order = json.dumps([*url, name.name, name.incarnation, "", {}]).encode()
+        with mine, its, listen("127.0.0.1", 0) as listener:
+            forwarding = asyncio.ensure_future(serve(its, None))
             mine.send(order)
             fds = array.array("i", [listener.fileno()])
             mine.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
@@ -72,3 +77,23 @@ def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, o
             await forwarding
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+_WITHOUT_SOCK_DIAG = """
+from tcpstore_async.relay.port_process import main
+from tcpstore_async.server import peer_user
+peer_user._NETLINK_SOCK_DIAG = -1
+main()
+"""
+
+
+def test_who_is_served_if_the_kernel_does_not_tell_users_apart() -> None:
+    """Everyone, as elsewhere than on Linux; but nobody has to find that out alone."""
+    mine, its = socket.socketpair()
+    with mine, its:
+        mine.shutdown(socket.SHUT_WR)
+        command = [sys.executable, "-c", _WITHOUT_SOCK_DIAG]
+        done = subprocess.run(command, stdin=its, stderr=subprocess.PIPE, text=True, check=True, timeout=LIMIT)
+    assert done.stderr.startswith(
+        "tcpstore: every user of this host can use this process's ports of named stores, with"
+    )

@@ -7,14 +7,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from faults.fault_helpers import gone, program, until
 from support import RawPeer, tcpstore_server
-from tcpstore_async.base.errors import DistNetworkError
-from tcpstore_async.relay.process import RelayProcess
 
 _OWNER = """
 import os, signal, sys
@@ -84,13 +81,3 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it() -> None:
             with RawPeer(port) as another:
                 another.ping()
         assert not gone(pid)
-
-
-def test_one_that_cannot_be_understood_is_as_one_that_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """So an agent goes on without it."""
-    (tmp_path / "sitecustomize.py").write_text("print('Welcome to the cluster')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(DistNetworkError, match="Welcome"):
-        RelayProcess("tcp://127.0.0.1:1")

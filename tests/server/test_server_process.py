@@ -18,6 +18,7 @@ from conformance.frames import i64, join
 from faults.fault_helpers import until
 from faults.owner_programs import Seen, port_is_free, seen
 from support import LIMIT, RawPeer
+from tcpstore_async.base import python_process
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.process import parent
 from tcpstore_async.server.process.parent import ServerProcess, StartError, start
@@ -287,7 +288,7 @@ def test_a_program_that_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "_path", list)
+    monkeypatch.setattr(python_process, "_path", list)
     with listen("::", 0) as listener, pytest.raises(StartError, match="it exited at once: ModuleNotFoundError"):
         start(listener)
 

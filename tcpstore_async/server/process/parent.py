@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -48,10 +47,7 @@ _LOG_TIMEOUT: Final = 1.0
 _ABOVE_STANDARD_STREAMS: Final = 3
 
 _PROGRAM: Final = """# the server of a TCPStore(is_master=True)
-import sys
-listen_fd, owner_pid, pidfd, control_fd, backend, grace, cert, key, ca, *path = sys.argv[1:]
-sys.path[:] = [entry for entry in sys.path if entry] + path
-import os
+listen_fd, owner_pid, pidfd, control_fd, backend, grace, cert, key, ca = sys.argv[1:]
 if os.fork():
     os._exit(0)
 try:
@@ -61,13 +57,7 @@ except BaseException as error:
     raise
 child_main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace), cert, key, ca)
 """
-"""The program of the server process. Its first line identifies it in `ps`.
-
-The standard library comes first on the path, so that no file of the user's shadows one of its modules.
-"""
-
-_ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
-"""Where this package is: a directory or a zip file. Determined on import, as the working directory may change."""
+"""The program of the server process."""
 
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -247,7 +237,7 @@ def _spawn(
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
             arguments = [str(copy.fileno()), *watched, str(control.fileno()), *options]
             process = subprocess.Popen(
-                [*python_process.command(_PROGRAM), *arguments, *_path()],
+                python_process.command(_PROGRAM, *arguments),
                 stdin=subprocess.DEVNULL if tokens is None else subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr.fileno(),
@@ -307,19 +297,6 @@ def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
     with suppress(OSError):
         while control.recv(4096):
             pass
-
-
-def _path() -> list[str]:
-    """Return the server's import path: this package's directory, then the path of this process.
-
-    The current directory is left out, unless the package is there: it may contain anything.
-    """
-    try:
-        here = os.getcwd()
-    except OSError:
-        here = ""
-    entries = [os.path.abspath(entry) if here else entry for entry in sys.path if entry]
-    return [_ROOT, *(entry for entry in entries if entry != here)]
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
