@@ -36,7 +36,7 @@ from ..client.connect import connect
 from ..client.credentials import find_token
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
-from ..client.tls import ClientTls
+from ..client.tls import checked
 from ..client.tls_settings import CA, CERT, KEY, files_from_environment
 from ..session.identity import CLOSED
 from .forwarding import ForwardedConnection
@@ -250,7 +250,7 @@ class _Port:
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
         self.name.incarnation = incarnation
-        self.tls = ClientTls(files_from_environment()) if tls else None
+        self.tls = checked(files_from_environment()) if tls else None
         self.token: str = token
         self.listener = listener
         self.until = until

@@ -1,16 +1,18 @@
 """One TLS connection without its I/O: ciphertext in and out on one side, plaintext on the other.
 
-Both ends use it: `server/tls.py` on the server's poller, `client/tls.py` on the loop of a client or a relay. These two
-load the certificates.
+Both ends use it: the server on its poller, `client/tls.py` for clients and relays, which load the certificates.
 
 It knows OpenSSL's stream and says in plain words why a handshake failed. It must not know how bytes travel, or what the
 plaintext means.
 
 Invariants: every byte that is fed can be read before more is asked for, so that no plaintext is left where a poller
-cannot see it. The end of the connection counts as the end of the stream, with or without close_notify, as on plain TCP.
+cannot see it. Plaintext counts as sent once the kernel has taken its ciphertext, so that unsent bytes are counted as on
+plain connections. The end of the connection counts as the end of the stream, with or without close_notify, as on plain
+TCP.
 """
 
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..base.errors import ProtocolError
@@ -23,8 +25,13 @@ MISMATCH: Final = bytes((0x15, 3, 3, 0, 2, 2, 10))
 where it is required, so that the peer can say what is wrong. As a store's reply it makes no sense: it is too short for
 one with eight bytes, and shorter ones do not begin so."""
 
-_AT_ONCE: Final = 17 * 1024
-"""Bytes given to OpenSSL at once: one record of the largest size fits."""
+CIPHERTEXT: Final = 17 * 1024
+"""Bytes received, or given to OpenSSL, at once: one record of the largest size fits."""
+
+_RECORD: Final = 16 * 1024
+
+_CHUNK: Final = 64 * 1024
+"""Bytes encrypted at once, whose ciphertext is kept if the kernel does not take it."""
 
 _MOST_ANSWERS: Final = 64 * 1024
 """Bytes that TLS itself may have to say to a peer: what is written does not stay where these are collected. An answer
@@ -112,7 +119,7 @@ class TlsStream:
         self._unanswered += len(chunk)
         if not chunk:
             self._eof = True
-        elif not self.readable and not self._waiting and len(chunk) <= _AT_ONCE:
+        elif not self.readable and not self._waiting and len(chunk) <= CIPHERTEXT:
             self._incoming.write(chunk)
         else:
             self._waiting = self._waiting + chunk if self._waiting else chunk
@@ -128,12 +135,12 @@ class TlsStream:
         waiting = self._waiting
         if not waiting:
             return False
-        if len(waiting) <= _AT_ONCE:
+        if len(waiting) <= CIPHERTEXT:
             self._incoming.write(waiting)
             self._waiting = b""
         else:
-            self._incoming.write(waiting[:_AT_ONCE])
-            self._waiting = waiting[_AT_ONCE:]
+            self._incoming.write(waiting[:CIPHERTEXT])
+            self._waiting = waiting[CIPHERTEXT:]
         return True
 
     def outgoing(self) -> bytes:
@@ -227,6 +234,119 @@ class TlsStream:
         self.readable = False
 
 
+class TlsChannel:
+    """The plaintext of one connection, read and written like a non-blocking descriptor."""
+
+    def __init__(self, stream: TlsStream, send: Callable[[Any], int]) -> None:
+        """`send` writes to the connection: it returns how many bytes the kernel took, or raises OSError."""
+        self.stream = stream
+        self.send = send
+        self._ciphertext: Any = None
+        """Ciphertext that the kernel has not taken: bytes or a memoryview, or None."""
+        self.owed: int = 0
+        """Bytes of plaintext in `_ciphertext`, not yet reported as written."""
+
+    def behind(self) -> bool:
+        """Return whether the kernel has not taken all ciphertext."""
+        return self._ciphertext is not None
+
+    def shake_hands(self) -> bool:
+        """Continue the handshake; return whether it is complete. Raises TlsError and OSError."""
+        try:
+            return self.stream.shake_hands()
+        finally:
+            try:
+                self.push()
+            except BlockingIOError:
+                pass  # the caller checks `behind`
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes of plaintext, b"" if there is none. Raises TlsError."""
+        stream = self.stream
+        data = stream.read(size)
+        if not stream.readable or len(data) >= size:
+            return data
+        parts = [data]
+        left = size - len(data)
+        while left > 0 and stream.readable:
+            data = stream.read(left)
+            parts.append(data)
+            left -= len(data)
+        return b"".join(parts)
+
+    def read_into(self, space: memoryview) -> int:
+        """Read plaintext into a buffer; return the number of bytes. Raises TlsError."""
+        stream = self.stream
+        count = 0
+        while count < len(space) and stream.readable:
+            count += stream.read_into(space[count:] if count else space)
+        return count
+
+    def write(self, pieces: list[Any]) -> int:
+        """Write; return the number of plaintext bytes whose ciphertext the kernel took.
+
+        The next call must begin with the bytes that were not taken. Raises BlockingIOError if none were, and OSError.
+        """
+        taken = 0
+        if self.owed or self._ciphertext is not None:
+            self.push()
+            taken = min(self.owed, sum([len(piece) for piece in pieces]))
+            self.owed -= taken
+        fits = not taken and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD  # most do
+        for chunk in pieces if fits else _chunks(pieces, taken):
+            self._encrypt(chunk)
+            try:
+                self.push()
+            except BlockingIOError:
+                self.owed = len(chunk)
+                if not taken:
+                    raise
+                return taken
+            taken += len(chunk)
+        return taken
+
+    def _encrypt(self, chunk: Any) -> None:
+        stream = self.stream
+        try:
+            if len(chunk) <= _RECORD:
+                stream.write(chunk)
+                return
+            view = memoryview(chunk)
+            made = []
+            for at in range(0, len(view), _RECORD):
+                stream.write(view[at : at + _RECORD])
+                made.append(stream.outgoing())  # after each record, because OpenSSL's buffer never shrinks
+            self._ciphertext = b"".join(made)
+        except ProtocolError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    def push(self) -> None:
+        """Send all ciphertext. Raises BlockingIOError if the kernel does not take all of it, and OSError."""
+        kept = self._ciphertext
+        if kept is not None:
+            self._push(kept)
+        made = self.stream.outgoing()
+        if made:
+            self._push(made)
+
+    def _push(self, data: Any) -> None:
+        self._ciphertext = data
+        size: int = len(data)
+        while (count := self.send(data)) < size:
+            data = self._ciphertext = memoryview(data)[count:]
+            size -= count
+        self._ciphertext = None
+
+    def finish(self) -> None:
+        """Send close_notify, if the kernel takes it at once."""
+        if self.stream.established and self._ciphertext is None:
+            self.stream.finish()
+            try:
+                self.push()
+            except OSError:
+                pass  # the end of the connection says the same
+
+
 def is_mismatch(reply: bytes) -> bool:
     """Return whether these are the first bytes of an alert of TLS, where a store's reply was expected."""
     return MISMATCH.startswith(reply[:2]) and len(reply) > 0
@@ -236,3 +356,26 @@ def _is_final(error: ssl.SSLError) -> bool:
     """Whether the error is about certificates or versions, which do not change by themselves."""
     name = _name_of(error)
     return isinstance(error, ssl.SSLCertVerificationError) or any(part in name for part in _FINAL)
+
+
+def _chunks(pieces: list[Any], skipped: int) -> Any:
+    """Yield the bytes after the first `skipped`, in chunks of up to `_CHUNK` bytes."""
+    joined: list[Any] = []
+    size = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        if skipped:
+            cut = min(skipped, len(view))
+            skipped -= cut
+            view = view[cut:]
+        while view:
+            part = view[: _CHUNK - size]
+            view = view[len(part) :]
+            joined.append(part)
+            size += len(part)
+            if size == _CHUNK:
+                yield joined[0] if len(joined) == 1 else b"".join(joined)
+                joined = []
+                size = 0
+    if joined:
+        yield joined[0] if len(joined) == 1 else b"".join(joined)

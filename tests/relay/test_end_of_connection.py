@@ -35,7 +35,7 @@ async def test_the_end_behind_bytes_is_noticed(batches: int) -> None:
         with server:
             server.setblocking(False)
             assert server.send(data) == len(data)
-        relay.connect(upstream.fileno())
+        relay.connect(upstream)
         assert await asyncio.wait_for(lost.get(), LIMIT) == "the server closed it"
         assert relay.link.taken == batches
     finally:
