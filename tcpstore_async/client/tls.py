@@ -22,10 +22,13 @@ from typing import Any, Final, cast
 
 from ..auth.secret_files import TlsFiles, load_certificates
 from ..base.errors import AccessDeniedError, DistNetworkError
-from ..session.tls import CIPHERTEXT, TlsChannel, TlsError, TlsStream
+from ..session.tls import TlsChannel, TlsError, TlsStream
 from .tls_settings import CERT, KEY
 
 _READ: Final = 128 * 1024
+
+_LEAST: Final = 479
+"""Bytes of ciphertext to receive at least. Longer than most records; see `sync_connection._SHORT`."""
 
 _LINGER: Final = struct.Struct("ii")
 
@@ -106,7 +109,7 @@ class TlsSocket(socket.socket):
         """Ciphertext. `recv` puts it here in one atomic step, so that no interrupt loses it."""
 
     def _send(self, data: Any) -> int:
-        return super().send(data, _FLAGS)
+        return socket.socket.send(self, data, _FLAGS)
 
     def send(self, data: Any, flags: int = 0) -> int:
         """Send without waiting; return how many bytes the kernel took. The next call must begin with the others.
@@ -142,22 +145,22 @@ class TlsSocket(socket.socket):
 
     def fetch(self, size: int, flags: int = 0) -> None:
         """Receive ciphertext, unless something is buffered. An interrupt loses nothing."""
-        if not self.buffered() and not self.channel.stream.ended:
-            self._arrived += map(_receive, (self,), (max(size, CIPHERTEXT),), (flags,))
+        stream = self.channel.stream
+        if not (stream.readable or self._arrived or stream.ended):
+            self._arrived += map(_receive, (self,), (size if size > _LEAST else _LEAST,), (flags,))
 
     def decrypt(self, size: int) -> bytes:
         """Return up to `size` bytes of what has been received; b"" at the end. Raises BlockingIOError, TlsFailed."""
-        channel = self.channel
+        stream = self.channel.stream
         try:
             if self._arrived:
-                channel.stream.feed(self._arrived.pop())
-            data = channel.read(size)
+                stream.feed(self._arrived.pop())
+            data: bytes = stream.read(size)
+            if stream.readable and len(data) < size:
+                data += self.channel.read(size - len(data))
         except TlsError as error:
             raise TlsFailed(str(error), error.final) from None
-        if channel.stream.has_output():  # of TLS itself, such as a key update
-            with suppress(OSError):
-                channel.push()
-        if not data and not channel.stream.ended:
+        if not data and not stream.ended:
             raise BlockingIOError
         return data
 
@@ -286,8 +289,6 @@ class _Transport(asyncio.Protocol):
             return False
         if data := b"".join(parts):
             self._protocol.data_received(data)
-        if stream.has_output() and not self._carrier.is_closing():  # of TLS itself, such as a key update
-            channel.push()
         if stream.ended and not self._ended:
             self._ended = True
             if not self._protocol.eof_received():

@@ -11,6 +11,7 @@ plain connections. The end of the connection counts as the end of the stream, wi
 TCP.
 """
 
+import errno
 import ssl
 from collections.abc import Callable
 from typing import Any, Final
@@ -148,10 +149,6 @@ class TlsStream:
         self._unanswered = len(self._waiting)
         return self._outgoing.read()
 
-    def has_output(self) -> bool:
-        """Return whether there is ciphertext for the connection."""
-        return self._outgoing.pending > 0
-
     def shake_hands(self) -> bool:
         """Continue the handshake; return whether it is complete. There may be output, even after an error.
 
@@ -177,45 +174,45 @@ class TlsStream:
         """Return whether the peer has shown a certificate, which was verified."""
         return bool(self._object.getpeercert(True))
 
-    def read(self, size: int) -> bytes:
-        """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError."""
-        data: bytes = self._read(size, None) or b""
-        return data
-
     def read_into(self, space: memoryview) -> int:
-        """Do the same into a buffer; return how many bytes it has got."""
-        count: int = self._read(len(space), space) or 0
+        """Read plaintext into a buffer; return the number of bytes, 0 as `read` returns none. Raises TlsError."""
+        count: int = self.read(len(space), space) or 0
         return count
 
-    def _read(self, size: int, space: memoryview | None) -> Any:
-        """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
+    def read(self, size: int, space: memoryview | None = None) -> Any:
+        """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError.
+
+        With `space`, read into that, and return the number of bytes.
+        """
         if self._unanswered > _MOST_ANSWERS and self._outgoing.pending > _MOST_ANSWERS:
             raise TlsError("TLS failed: the peer keeps requesting key updates", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:
             if self._refill():
-                return self._read(size, space)
-            self._exhausted()
-            return None
+                return self.read(size, space)
+            self.readable = False
+            self.ended = self._eof
+            return b""
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             self._end()
-            return None
+            return b""
         except ssl.SSLError as error:
             raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
         count = len(found) if space is None else found
         if not count:
             self._end()
         elif count < size and not self._incoming.pending and not self._waiting:
-            self._exhausted()
+            self.readable = False
+            self.ended = self._eof
         return found
 
     def write(self, data: Any) -> None:
-        """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises TlsError."""
+        """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises ConnectionResetError."""
         try:
             self._object.write(data)
         except ssl.SSLError as error:
-            raise TlsError(f"TLS failed: {reason_of(error)}", False) from None
+            raise ConnectionResetError(errno.ECONNRESET, f"TLS failed: {reason_of(error)}") from None
 
     def finish(self) -> None:
         """Tell the peer that nothing follows."""
@@ -223,11 +220,6 @@ class TlsStream:
             self._object.unwrap()
         except (ssl.SSLError, OSError, ValueError):
             pass  # it waits for the peer to say so too, which is not needed
-
-    def _exhausted(self) -> None:
-        """All that has been fed has been read."""
-        self.readable = False
-        self.ended = self._eof
 
     def _end(self) -> None:
         self.ended = True
@@ -263,7 +255,7 @@ class TlsChannel:
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes of plaintext, b"" if there is none. Raises TlsError."""
         stream = self.stream
-        data = stream.read(size)
+        data: bytes = stream.read(size)
         if not stream.readable or len(data) >= size:
             return data
         parts = [data]
@@ -288,15 +280,24 @@ class TlsChannel:
         The next call must begin with the bytes that were not taken. Raises BlockingIOError if none were, and OSError.
         """
         taken = 0
+        if self._ciphertext is None and not self.owed and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD:
+            self.stream.write(pieces[0])  # the common case, inlined
+            made = self._ciphertext = self.stream.outgoing()
+            self.owed = len(pieces[0])
+            count = self.send(made)
+            if count == len(made):
+                taken, self.owed = self.owed, 0
+                self._ciphertext = None
+                return taken
+            self._ciphertext = memoryview(made)[count:]
         if self.owed or self._ciphertext is not None:
             self.push()
             taken = min(self.owed, sum([len(piece) for piece in pieces]))
             self.owed -= taken
-        fits = not taken and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD  # most do
-        for chunk in pieces if fits else _chunks(pieces, taken):
-            self._encrypt(chunk)
+        for chunk in _chunks(pieces, taken):
+            made = self._encrypt(chunk)
             try:
-                self.push()
+                self._push(made)
             except BlockingIOError:
                 self.owed = len(chunk)
                 if not taken:
@@ -305,20 +306,15 @@ class TlsChannel:
             taken += len(chunk)
         return taken
 
-    def _encrypt(self, chunk: Any) -> None:
+    def _encrypt(self, chunk: Any) -> bytes:
+        """Return the ciphertext, after that of answers of TLS itself, such as to a key update."""
         stream = self.stream
-        try:
-            if len(chunk) <= _RECORD:
-                stream.write(chunk)
-                return
-            view = memoryview(chunk)
-            made = []
-            for at in range(0, len(view), _RECORD):
-                stream.write(view[at : at + _RECORD])
-                made.append(stream.outgoing())  # after each record, because OpenSSL's buffer never shrinks
-            self._ciphertext = b"".join(made)
-        except ProtocolError as error:
-            raise ConnectionResetError(str(error)) from None
+        view = memoryview(chunk)
+        made = []
+        for at in range(0, len(view), _RECORD):
+            stream.write(view[at : at + _RECORD])
+            made.append(stream.outgoing())  # after each record, because OpenSSL's buffer never shrinks
+        return b"".join(made)
 
     def push(self) -> None:
         """Send all ciphertext. Raises BlockingIOError if the kernel does not take all of it, and OSError."""

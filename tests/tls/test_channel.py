@@ -91,7 +91,7 @@ def test_writing_counts_plaintext_exactly(seed: int) -> None:
             continue
         assert 0 < count <= sum(map(len, pieces))
         if count == sum(map(len, pieces)) and not channel.behind():
-            assert not channel.stream.has_output()
+            assert not channel.stream.outgoing()
         sent += count
     flushed(channel)
     client.feed(bytes(wire.taken))
