@@ -227,9 +227,9 @@ class SyncConnection:
             noted = map(not_, map(self.link.sent.append, ((0, data, call),)))
             if calls:
                 pending.extend(compress(calls, chain(noted, repeat(True))))
+                sent.append(len(data))
             else:
-                self.link.note(data, call)
-            sent.append(len(data))
+                sent.extend(compress((len(data),), noted))
         try:
             sent[:] = (tls.send(data),)
         except OSError as error:
