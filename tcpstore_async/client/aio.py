@@ -35,7 +35,7 @@ from .credentials import find_token
 from .requests import ANOTHER, Request
 from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server
-from .tls import ClientTls
+from .tls import checked, serve
 from .tls_settings import files_from_environment, wants_tls
 
 log = logging.getLogger("tcpstore_async.client")
@@ -72,7 +72,7 @@ class AsyncTCPStore:
         timeout: Timeout = DEFAULT_TIMEOUT,
         *,
         token: str | None = None,
-        tls: ClientTls | None = None,
+        tls: TlsFiles | None = None,
         name: StoreName | None = None,
     ) -> None:
         self._name = name
@@ -144,14 +144,9 @@ class AsyncTCPStore:
         refused_is_final: bool = False,
     ) -> "AsyncTCPStore":
         """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if nothing listens there."""
-        client_tls = ClientTls(tls_files or files_from_environment()) if tls else None
-        store = cls(host, port, timeout, token=token, tls=client_tls, name=name)
-        try:
-            await store._open_connection(refused_is_final)
-        except BaseException:
-            if store._tls is not None:
-                await store._tls.close()
-            raise
+        files = checked(tls_files or files_from_environment()) if tls else None
+        store = cls(host, port, timeout, token=token, tls=files, name=name)
+        await store._open_connection(refused_is_final)
         return store
 
     async def __aenter__(self) -> "AsyncTCPStore":
@@ -182,8 +177,6 @@ class AsyncTCPStore:
         tasks = [task for task in (self._opening, self._identifying, *self._probing.values()) if task]
         if tasks:
             await asyncio.wait(tasks)
-        if self._tls is not None:
-            await self._tls.close()
 
     def __del__(self) -> None:
         connections = getattr(self, "_connections", None)
@@ -205,10 +198,9 @@ class AsyncTCPStore:
         """Return a store with its own connections to the same server and the same timeout."""
         if self._lost is not None:
             raise copy(self._lost)
-        files = None if self._tls is None else self._tls.files
         name = None if self._name is None else self._name.of_a_guest()
         clone = await self._connect(
-            self.host, self.port, self.timeout, self._token.decode(), files is not None, files, name
+            self.host, self.port, self.timeout, self._token.decode(), self._tls is not None, self._tls, name
         )
         if self.identity is not None and await clone.server() != self.identity:
             await clone.close()
@@ -474,7 +466,7 @@ class AsyncTCPStore:
             self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
         )
         connection = AsyncConnection(session, lambda *_: None, lambda _: None)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
+        await serve(peer, connection)
         try:
             for request in batch:
                 await self._await_reply(connection.call(*request)[1], _CallDeadline(request, self._timeout))
@@ -727,7 +719,7 @@ class AsyncTCPStore:
             functools.partial(resume, self.host, self.port, self._token, self._tls),
             explained,
         )
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
+        await serve(peer, connection)
         try:
             await self._verify(connection)
         except BaseException:

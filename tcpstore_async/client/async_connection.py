@@ -26,6 +26,7 @@ from ..wire.values import unpack
 from .last_byte import describe_silence
 from .requests import VALUE_BYTES, Request, confirm, give_back, lost_during, size_hint, timeout_message
 from .sync_connection import reset_when_closed
+from .tls import serve
 
 
 class AsyncConnection(asyncio.Protocol):
@@ -311,7 +312,7 @@ class AsyncConnection(asyncio.Protocol):
                 peer.close()
                 return
             try:
-                await self._loop.create_connection(lambda: self, sock=peer)
+                await serve(peer, self)
             except BaseException:
                 peer.close()
                 raise

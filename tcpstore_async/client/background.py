@@ -71,7 +71,7 @@ class Client(Protocol):
 
 
 class Service(Protocol):
-    """I/O that the loop does for synchronous stores, such as the bridge of a TLS connection."""
+    """I/O that the loop does for synchronous stores, such as that of a held port."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on this loop, in whose thread this is called. Idempotent."""
@@ -119,11 +119,7 @@ class BackgroundLoop:
             client.unwatched()
         with suppress(RuntimeError):  # closed already
             self.call_soon(self._loop.stop)
-        self.await_end()
-
-    def await_end(self) -> None:
-        """Wait, within a limit, for the end of a thread that has been told to stop."""
-        if not self.stopping or self.is_current():  # a garbage collection in the loop's thread may close a store
+        if self.is_current():  # a garbage collection in the loop's thread may close a store
             return
         # Neither `join` nor `current_thread`: in a thread of `call_uninterrupted` they would register a dummy for good.
         if self._done.wait(_STOP_SECONDS):
@@ -458,17 +454,6 @@ def call_soon(callback: Callable[[], object]) -> None:
     callback()
 
 
-def await_idle_loops() -> None:
-    """Wait for the end of loops that nothing needs any more, within a limit."""
-    loop = _loop
-    if loop is not None:
-        if _services or loop.clients or loop.is_current():
-            return
-        call_uninterrupted(_stop_if_idle)
-    for stopping in list(_alive):
-        stopping.await_end()
-
-
 def release(client: Client) -> None:
     """Stop watching a client, which is about to close its connections; with the last one, stop the loop."""
     if _loop is not None:
@@ -544,7 +529,7 @@ def _after_fork_in_parent() -> None:
     if not _ended:
         _deferred = _DeferredCalls()
     if _held and _held.pop():
-        if _services and not _ended:  # a thread may be waiting for a reply that comes through a bridge
+        if _services and not _ended:  # they go on without a call of a store
             _started()
         _changing.release()
 

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
 
+from ..auth.secret_files import TlsFiles
 from ..base.addresses import is_loopback
 from ..base.deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..base.errors import (
@@ -37,7 +39,7 @@ from ..session.tls import is_mismatch
 from . import exchanges, requests
 from .admission import admission
 from .store_name import StoreEndedError, StoreName, is_local
-from .tls import ClientTls, TlsFailed, tls_required
+from .tls import TlsFailed, TlsSocket, encrypted, tls_required
 
 _LAST_TRY: Final = 0.05
 """Seconds reserved for the last attempt."""
@@ -92,7 +94,7 @@ class _Tries:
         deadline: Deadline,
         refused_is_final: bool,
         token: bytes = b"",
-        tls: ClientTls | None = None,
+        tls: TlsFiles | None = None,
         name: StoreName | None = None,
     ) -> None:
         self.host = host
@@ -162,13 +164,18 @@ class _Tries:
 def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
         return NO_ANSWER
-    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+    if isinstance(error, OSError) and error.errno and not isinstance(error, (socket.gaierror, TlsFailed)):
         return os.strerror(error.errno)  # asyncio's text says only that it failed
     return reason_of(error)
 
 
 class _HungUp(ConnectionError):
     """The connection was lost before the handshake was answered."""
+
+
+def _hung_up(peer: socket.socket, error: ConnectionError) -> ConnectionError:
+    why = peer.why(error) if isinstance(peer, TlsSocket) else error
+    return why if isinstance(why, TlsFailed) else _HungUp(*error.args)
 
 
 # On an event loop
@@ -180,7 +187,7 @@ async def connect(
     deadline: Deadline,
     refused_is_final: bool = False,
     token: bytes = b"",
-    tls: ClientTls | None = None,
+    tls: TlsFiles | None = None,
     name: StoreName | None = None,
 ) -> tuple[socket.socket, ClientSession]:
     """Connect to the store at this address, shake hands, present the token, and enter the named store, if given.
@@ -201,7 +208,7 @@ async def connect(
 
 
 async def lost_error(
-    host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName | None, text: str
+    host: str, port: int, token: bytes, tls: TlsFiles | None, name: StoreName | None, text: str
 ) -> DistNetworkError:
     """Return the error of a lost connection: `text`, after the server's reason for ending it or its store, if known."""
     try:
@@ -218,17 +225,14 @@ async def lost_error(
 
 async def _try(tries: _Tries) -> tuple[socket.socket, ClientSession]:
     peer = await open_connection(tries.host, tries.port, tries.tls)
-    loop = asyncio.get_running_loop()
 
     async def perform(step: _Step) -> Any:
         if isinstance(step, str):
             with suppress(OSError):
                 return _hosts(await _look_up(step, 0))
             return []
-        if isinstance(step, bytes):
-            return await loop.sock_sendall(peer, step)
         limit = _LOOK_UP_AGAIN if tries.name is not None and tries.name.unresolved else None
-        return await asyncio.wait_for(loop.sock_recv(peer, step), limit)
+        return await asyncio.wait_for(transfer(peer, step), limit)
 
     try:
         return peer, await exchanges.run_async(perform, _open_session(peer, tries, False))
@@ -237,17 +241,32 @@ async def _try(tries: _Tries) -> tuple[socket.socket, ClientSession]:
         raise
 
 
-async def open_connection(host: str, port: int, tls: ClientTls | None = None) -> socket.socket:
-    """Return a socket that is connected to this address, without the store's handshake. Raises OSError.
-
-    With `tls` it is the end of a pair on loopback that stands for the TLS connection.
-    """
+async def open_connection(host: str, port: int, tls: TlsFiles | None = None) -> socket.socket:
+    """Return a socket that is connected to this address, without the store's handshake. Raises OSError."""
     addresses = _literal(host, port) or await _look_up(host, port)
     peer = await start_connection(addresses, happy_eyeballs_delay=_STAGGER)
-    if tls is None:
-        return peer
+    return peer if tls is None else await encrypt(peer, tls, host)
+
+
+async def encrypt(peer: socket.socket, tls: TlsFiles, host: str) -> socket.socket:
+    """Shake hands on a connection to this host, which is taken over; return the socket to use. Raises OSError."""
     keep_alive(peer)
-    return await tls.wrap(peer, host)
+    try:
+        return await exchanges.run_async(partial(transfer, peer), encrypted(peer, tls, host))
+    except BaseException:
+        peer.close()
+        raise
+
+
+async def transfer(peer: socket.socket, step: bytes | int) -> bytes | None:
+    """Send bytes, or return what arrives next, at most that many bytes; b"" at the end."""
+    loop = asyncio.get_running_loop()
+    if isinstance(step, bytes):
+        await loop.sock_sendall(peer, step)
+        return None
+    with suppress(BlockingIOError):
+        return peer.recv(step)  # it may be buffered, which the loop does not look for
+    return await loop.sock_recv(peer, step)
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
@@ -347,8 +366,11 @@ class Attempt:
 
     def receive(self, peer: socket.socket, size: int) -> bytes:
         """Return what arrives next, at most this many bytes; b"" at the end."""
-        self.wait_for(peer, select.POLLIN)
-        return peer.recv(size)
+        while True:
+            if not (isinstance(peer, TlsSocket) and peer.buffered()):
+                self.wait_for(peer, select.POLLIN)
+            with suppress(BlockingIOError):  # of a TLS record only a part has arrived
+                return peer.recv(size, socket.MSG_DONTWAIT)
 
     def sleep(self) -> None:
         """Sleep until the deadline."""
@@ -366,7 +388,7 @@ def connect_blocking(
     wanted: Callable[[], bool] = always,
     refused_is_final: bool = False,
     token: bytes = b"",
-    tls: ClientTls | None = None,
+    tls: TlsFiles | None = None,
     name: StoreName | None = None,
     asks: bool = False,
 ) -> tuple[socket.socket, ClientSession]:
@@ -408,9 +430,6 @@ def _open_in_this_thread(tries: _Tries, attempt: Attempt) -> socket.socket:
 
 def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[socket.socket, ClientSession]:
     peer = _open_in_this_thread(tries, attempt)
-    if tries.tls is not None:
-        keep_alive(peer)
-        peer = tries.tls.wrap_blocking(peer, tries.host, attempt)
 
     def perform(step: _Step) -> Any:
         nonlocal attempt
@@ -422,6 +441,9 @@ def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[so
         return peer.sendall(step, NO_SIGPIPE) if isinstance(step, bytes) else attempt.receive(peer, step)
 
     try:
+        if tries.tls is not None:
+            keep_alive(peer)
+            peer = exchanges.run(perform, encrypted(peer, tries.tls, tries.host))
         session = exchanges.run(perform, _open_session(peer, tries, asks))
         peer.settimeout(None)
         return peer, session
@@ -549,8 +571,7 @@ def _open_session(peer: socket.socket, tries: _Tries, asks: bool) -> Generator[_
         while not greeting.done:
             _receive(session, (yield _HELLO_REPLY))
     except ConnectionError as error:
-        cause = None if tries.tls is None else tries.tls.cause()
-        raise _HungUp(*error.args) if cause is None else cause from None
+        raise _hung_up(peer, error) from None
     check_hello(greeting)
     for data, asked in itertools.chain([(b"", first_asked)], admitting):
         if tries.name is not None and tries.name.host_to_resolve:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Final
 
+from ..auth.secret_files import TlsFiles
 from ..base.deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..base.errors import ConnectionDeniedError, DistNetworkError, DistStoreError, reason_of
 from ..base.locks import RLock
@@ -34,7 +35,7 @@ from .requests import Request
 from .resume import resume_idle
 from .store_name import StoreName
 from .sync_connection import NO_THREAD, DeadlineExceeded, SyncConnection
-from .tls import ClientTls
+from .tls import TlsSocket
 from .wait_queue import Ticket, WaitQueue
 
 log = logging.getLogger("tcpstore_async.client")
@@ -59,7 +60,7 @@ class Pool:
     """The connections of one store. The base class of `TCPClient`."""
 
     def __init__(
-        self, host: str, port: int, timeout: float, token: bytes, tls: ClientTls | None, name: StoreName | None
+        self, host: str, port: int, timeout: float, token: bytes, tls: TlsFiles | None, name: StoreName | None
     ) -> None:
         self.name = name
         self._why_lost: str | None = None
@@ -129,9 +130,7 @@ class Pool:
             if connection.user == me:
                 _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses this one
             else:
-                connection.peer.close()
-        if self.tls is not None:
-            self.tls = self.tls.renewed()
+                os.close(connection.peer.detach())  # it says nothing to the server, as `close` does with TLS
         if self.name is not None:
             self.name = self.name.of_a_guest()
         self._start([])
@@ -389,7 +388,7 @@ class Pool:
     def _drop(self, connection: SyncConnection) -> None:
         """Close a connection that is out of step. Lose the store if writes may be lost with it."""
         if connection.session.unconfirmed() or self.identity is None:
-            self._lose("a connection was closed in the middle of a call: a request or reply was incomplete")
+            self._lose(f"a connection was closed in the middle of a call: {connection.broken_by}")
             return
         with self._lock:
             if connection in self._connections:
@@ -444,7 +443,6 @@ class Pool:
         """Return the server's reason for ending the store or the connection; "" if it has none or does not answer."""
         if self._why_lost is None and not background.is_running_here():
             self._why_lost = ""
-            tls = None if self.tls is None else self.tls.renewed()
             try:
                 peer, session = connect_blocking(
                     self.host,
@@ -452,16 +450,13 @@ class Pool:
                     Deadline(MIN_ROUND_TRIP),
                     refused_is_final=True,
                     token=self.token,
-                    tls=tls,
+                    tls=self.tls,
                     name=None if self.name is None else self.name.once(),
                 )
                 peer.close()
                 self._why_lost, self._denied = session.refusal, bool(session.refusal)
             except (DistNetworkError, DistStoreError, OSError) as error:
                 self._why_lost, self._denied = why_lost(error)
-            finally:
-                if tls is not None:
-                    tls.close_blocking()
         return self._why_lost or ""
 
     # Background loop
@@ -549,6 +544,8 @@ class Pool:
 def _shut(connection: SyncConnection) -> None:
     """Close a connection. If it is leased, only wake its user, which closes it: the descriptor must not be reused."""
     try:
+        if isinstance(connection.peer, TlsSocket) and not connection.user:
+            connection.peer.finish()
         connection.peer.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # not connected any more

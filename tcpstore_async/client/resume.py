@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
+from ..auth.secret_files import TlsFiles
 from ..base.deadline import Deadline, backoff
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..links.single_client import ClientSingleLink, is_break
 from ..wire.commands import BY_METHOD
 from ..wire.values import PREFIX
 from . import exchanges
-from .connect import NO_SIGPIPE, Attempt, Cancelled, connect, connect_blocking
+from .connect import NO_SIGPIPE, Attempt, Cancelled, connect, connect_blocking, transfer
 from .sync_connection import SyncConnection, reset_when_closed
-from .tls import ClientTls
 
 _LONGEST_REPLY: Final = 64 * 1024
 
@@ -37,7 +37,7 @@ def resume_blocking(
     deadline: Deadline,
     wanted: Callable[[], bool],
     token: bytes = b"",
-    tls: ClientTls | None = None,
+    tls: TlsFiles | None = None,
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
@@ -61,10 +61,9 @@ def resume_blocking(
 
 
 async def resume(
-    host: str, port: int, token: bytes, tls: ClientTls | None, link: ClientSingleLink, deadline: Deadline
+    host: str, port: int, token: bytes, tls: TlsFiles | None, link: ClientSingleLink, deadline: Deadline
 ) -> tuple[socket.socket, bytes]:
     """Resume as `resume_blocking` does, on an event loop."""
-    loop = asyncio.get_running_loop()
     peer: socket.socket
 
     async def perform(step: _Step) -> Any:
@@ -74,8 +73,7 @@ async def resume(
             return peer
         if isinstance(step, float):
             return await asyncio.sleep(step)
-        io = loop.sock_sendall(peer, step) if isinstance(step, bytes) else loop.sock_recv(peer, step)
-        return await asyncio.wait_for(io, deadline.left())
+        return await asyncio.wait_for(transfer(peer, step), deadline.left())
 
     return await exchanges.run_async(perform, _resuming(link, deadline))
 
@@ -121,7 +119,7 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
     return wait if left is None else min(wait, left)
 
 
-async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None, connection: SyncConnection) -> None:
+async def resume_idle(host: str, port: int, token: bytes, tls: TlsFiles | None, connection: SyncConnection) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
     Raises OSError, ProtocolError or DistNetworkError if it cannot be replaced.
@@ -133,7 +131,7 @@ async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None,
         with peer:
             try:
                 rest = link.resume(reply)
-                await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
+                await asyncio.wait_for(transfer(peer, rest), deadline.left())
             except OSError as error:
                 if not is_break(error):
                     raise

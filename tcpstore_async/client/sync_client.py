@@ -15,6 +15,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final
 
+from ..auth.secret_files import TlsFiles
 from ..base.deadline import MIN_ROUND_TRIP, Deadline
 from ..base.errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
 from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
@@ -29,7 +30,6 @@ from .requests import ANOTHER, Request
 from .resume import resume_blocking
 from .store_name import StoreName
 from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, Leased, Stranded, SyncConnection
-from .tls import ClientTls
 from .wait_queue import Ticket
 
 log = logging.getLogger("tcpstore_async.client")
@@ -51,7 +51,7 @@ class TCPClient(Pool):
         introduction: dict[str, str] | None = None,
         began: float | None = None,
         token: bytes = b"",
-        tls: ClientTls | None = None,
+        tls: TlsFiles | None = None,
         name: StoreName | None = None,
         joins: bool = False,
         refused_is_final: bool = False,
@@ -63,7 +63,7 @@ class TCPClient(Pool):
         `wanted` returns False.
 
         `introduction` describes this client to servers of ours. Every connection presents the `token`, if given; raises
-        AccessDeniedError if it is refused. With `tls`, which no other client may use, connections are encrypted. With a
+        AccessDeniedError if it is refused. With `tls`, connections are encrypted. With a
         `name`, they enter that named store. A client that `joins` will need the server's identity next, so it asks for
         it with the handshake.
         """
@@ -73,17 +73,12 @@ class TCPClient(Pool):
         """Request without a reply, sent to a server of ours when the store is closed."""
         self._supported: dict[str, bool] = {}
         """Whether the server has each capability that was probed."""
-        try:
-            limit = Deadline(timeout, began)
-            asks = joins and not token and name is None  # admission asks for the identity otherwise
-            opened = connect_blocking(
-                host, port, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
-            )
-            self._start([SyncConnection(*opened)])
-        except BaseException:
-            if tls is not None:
-                tls.close_blocking()
-            raise
+        limit = Deadline(timeout, began)
+        asks = joins and not token and name is None  # admission asks for the identity otherwise
+        opened = connect_blocking(
+            host, port, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
+        )
+        self._start([SyncConnection(*opened)])
 
     def close(self) -> None:
         """Close all connections. Calls in progress in other threads fail, and so do later ones."""
@@ -94,16 +89,15 @@ class TCPClient(Pool):
                 self._send_farewell()
         self.closed = True
         self._lose("the store has been closed")
-        if self.tls is not None:
-            self.tls.close_blocking()
 
     def clone(self) -> "TCPClient":
         """Return a client of the same server. Raises DistNetworkError, also if another server has replaced it."""
         if self._lost:
             raise self._lost_error()
-        tls = None if self.tls is None else self.tls.renewed()
         name = None if self.name is None else self.name.of_a_guest()
-        clone = TCPClient(self.host, self.port, self.timeout, self.introduction, token=self.token, tls=tls, name=name)
+        clone = TCPClient(
+            self.host, self.port, self.timeout, self.introduction, token=self.token, tls=self.tls, name=name
+        )
         clone._supported = dict(self._supported)
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):

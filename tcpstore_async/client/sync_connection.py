@@ -3,15 +3,16 @@
 It knows a socket, a session, and what an interrupt has left half done; it must not know other connections or who may
 lease it.
 
-Invariants: wherever an interrupt strikes, the connection is in step, or marked as broken because a request was sent in
-part. A signal handler that interrupts a call on it can wait until everything written before has been executed, and
-changes nothing that the call continues with.
+Invariants: wherever an interrupt strikes, the connection is in step, or marked: as broken because a request was sent in
+part, or as down because the interrupt tore the stream of TLS. A signal handler that interrupts a call on it can wait
+until everything written before has been executed, and changes nothing that the call continues with.
 
 Signal handlers run between two bytecodes of the interpreter; in compiled code, only within blocking system calls and in
 interpreted functions. An atomic step is therefore a single call of C code in interpreted builds: a chain of `map`s
-consumed by `+=` or `extend`.
+consumed by `+=` or `extend`. TLS has no such steps: what an interrupt leaves is found by `check_partial_send`.
 """
 
+import errno
 import os
 import select
 import socket
@@ -31,6 +32,7 @@ from ..wire.commands import BY_METHOD, PARKS
 from ..wire.values import unpack
 from . import requests
 from .requests import Request
+from .tls import TlsSocket
 
 _SHORT: Final = (479,)
 """Bytes to read at once. Longer than most replies; with its header a buffer of 512 bytes, up to which Python allocates
@@ -51,6 +53,8 @@ _EACH: Final = (FLAGS,)
 _PEEK: Final[int] = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _COMPILED: Final = build() == "compiled"
+
+_INTERRUPTED: Final = "an interrupt struck within TLS, and the session cannot be resumed"
 
 NO_THREAD: Final = 0
 
@@ -90,6 +94,9 @@ class SyncConnection:
     def __init__(self, peer: socket.socket, session: ClientSession) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         self.peer = peer
+        self._tls = peer if isinstance(peer, TlsSocket) else None
+        self._torn = False
+        """Whether bytes are between the kernel and what counts them, in the stream of TLS: an interrupt loses count."""
         self.session = session
         self.user = NO_THREAD
         """Identifier of the thread that leases it."""
@@ -97,6 +104,7 @@ class SyncConnection:
         """Whether the call that leases it may block for ever, so that other calls should not wait for it."""
         self.broken = False
         """Whether a request was sent, or a reply received, only in part, so that it must be closed."""
+        self.broken_by = "a request or reply was incomplete"
         self.frame = b""
         """A request that may have been sent in part."""
         self.sent: list[int] = []
@@ -153,7 +161,11 @@ class SyncConnection:
                 data = taken + data
         sent: list[int] = []
         try:
-            if _COMPILED:
+            if self._tls is not None:
+                self.sent = sent
+                self.frame = data
+                self._send(data, sent, call, ahead)
+            elif _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
                 if link is not None:
                     link.note(data, call)
@@ -194,6 +206,38 @@ class SyncConnection:
             return sending
         return compress(sending, map(not_, map(self.link.sent.append, ((0, data, call),))))
 
+    def _send(
+        self, data: bytes, sent: list[int], call: PendingCall | None = None, ahead: tuple[PendingCall, ...] = ()
+    ) -> None:
+        """Send, and append to `sent` how many bytes the kernel took, in one step or, with TLS, so that none is lost.
+
+        With TLS a link notes the bytes first, and the calls that then are pending: it sends again what an interrupt
+        or a break has kept from the server. Raises OSError.
+        """
+        tls = self._tls
+        if tls is None:
+            sent += self._sending(data, call)
+            return
+        pending = self.session.pending
+        calls = (*ahead, call) if call is not None and not call.done else ()
+        self._torn = True
+        if self.link is None:
+            pending.extend(calls)
+        else:
+            noted = map(not_, map(self.link.sent.append, ((0, data, call),)))
+            if calls:
+                pending.extend(compress(calls, chain(noted, repeat(True))))
+                sent.append(len(data))
+            else:
+                sent.extend(compress((len(data),), noted))
+        try:
+            sent[:] = (tls.send(data),)
+        except OSError as error:
+            if not self._breaks(error):
+                self._torn = False
+                raise
+        self._torn = False
+
     def put_rest(
         self,
         data: bytes,
@@ -223,7 +267,11 @@ class SyncConnection:
         view = memoryview(self.frame)
         sent = self.sent
         try:
-            if _COMPILED:
+            if self._tls is not None:
+                self._torn = True
+                took: int = self._tls.send(view[sum(sent) :])
+                sent.append(took)
+            elif _COMPILED:
                 rest = view[sum(sent) :]
                 count: int = self.peer.send(rest, FLAGS)  # in the slice mypyc would make the call twice
                 sent.append(count)
@@ -232,9 +280,11 @@ class SyncConnection:
         except BlockingIOError:
             pass
         except OSError as error:
+            self._torn = False
             if not self._breaks(error):
                 raise
             return False
+        self._torn = False
         return sum(sent) >= len(view)
 
     def request(self, request: Request, deadline: Deadline, first: bytes = b"") -> PendingCall:
@@ -257,7 +307,16 @@ class SyncConnection:
         return call
 
     def check_partial_send(self) -> None:
-        """After an interrupt, find out whether a request was sent in part, which breaks the connection."""
+        """After an interrupt, find out whether it tore TLS, or left a request sent in part."""
+        if self._torn:
+            self._torn = False
+            self.session.written += self.frame != b""
+            self.frame = b""
+            if self.can_resume():
+                self.mark_down(self.down or ConnectionResetError(errno.ECONNRESET, _INTERRUPTED))
+            else:
+                self.broken = True
+                self.broken_by = _INTERRUPTED
         sent = sum(self.sent) if self.frame else 0
         if sent:
             self.session.written += 1  # the interrupt may have prevented this; one too many does no harm
@@ -273,7 +332,7 @@ class SyncConnection:
         data = self.session.prepare_cancel(call)
         if not self._canceled:
             try:
-                self._canceled += self._sending(data)
+                self._send(data, self._canceled)
             except OSError as error:  # lost, or the kernel's buffer is full
                 self.broken = not self._breaks(error)
                 return
@@ -301,7 +360,7 @@ class SyncConnection:
     def _give_back(self, leased: Leased, data: bytes) -> None:
         if not leased.returned:
             try:
-                leased.returned += self._sending(data)
+                self._send(data, leased.returned)
             except OSError as error:  # the server takes the item back when the connection ends, or the link resumes
                 self.broken = not self._breaks(error)
                 if not self.broken and self.link is not None:
@@ -319,7 +378,7 @@ class SyncConnection:
             self._confirm_on_link(data, sent, deadline)
             return
         try:
-            sent += map(self.peer.send, (data,), _EACH)  # one step: sent, and known to be sent
+            self._send(data, sent)
         except BlockingIOError:
             sent.append(0)
         self._confirm_rest(data, sent, deadline)
@@ -347,7 +406,7 @@ class SyncConnection:
         continues. Raises OSError or DeadlineExceeded.
         """
         session = self.session
-        if self.broken or self._chunks or self.down is not None or not session.unconfirmed():
+        if self.broken or self._torn or self._chunks or self.down is not None or not session.unconfirmed():
             return
         try:
             self._await_writes(deadline)
@@ -391,7 +450,7 @@ class SyncConnection:
     def loss(self) -> OSError | None:
         """Return the error that the next call would raise if the idle connection is lost, else None."""
         try:
-            if not self.peer.recv(1, _PEEK):
+            if not socket.socket.recv(self.peer, 1, _PEEK):  # of TLS, what would be decrypted
                 return ConnectionError(LOST)
         except BlockingIOError:
             return None
@@ -438,7 +497,7 @@ class SyncConnection:
             try:
                 self.read(_LONG)
             except BlockingIOError:
-                if self.link is None:
+                if self.link is None and self._tls is None:
                     raise
 
     def read_soon(self) -> None:
@@ -455,7 +514,7 @@ class SyncConnection:
             chunks.clear()
             self._read.clear()
             if self.link is None:
-                chunks += map(self.peer.recv, size)
+                self._receive(size)
             else:
                 self._receive_on_link(self.link, size)
         if self.link is not None:
@@ -486,6 +545,21 @@ class SyncConnection:
             self._acknowledge(self.link, self._read[0])
         chunks.clear()
         self._read.clear()
+
+    def _receive(self, size: tuple[int]) -> None:
+        """Receive into `_chunks`, in one step or, with TLS, so that an interrupt is noticed. Raises OSError."""
+        tls = self._tls
+        if tls is None:
+            self._chunks += map(self.peer.recv, size)
+            return
+        tls.fetch(size[0])
+        self._torn = True
+        try:
+            self._chunks.append(tls.decrypt(size[0]))
+        except OSError:
+            self._torn = False
+            raise
+        self._torn = False
 
     # On a single link
 
@@ -559,6 +633,8 @@ class SyncConnection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         os.dup2(peer.fileno(), self.peer.fileno(), inheritable=False)
         reset_when_closed(self.peer, False)
+        if self._tls is not None and isinstance(peer, TlsSocket):
+            self._tls.adopt(peer)
         if self.replaced is not None:
             self.replaced()
 
@@ -607,7 +683,7 @@ class SyncConnection:
             raise BlockingIOError
         self._received = link.received
         try:
-            self._chunks += map(self.peer.recv, size)
+            self._receive(size)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -625,7 +701,7 @@ class SyncConnection:
         self.sent = []
         self.frame = data
         try:
-            self.sent += self._sending(data)
+            self._send(data, self.sent)
         except OSError as error:  # broken, or the kernel's buffer is full: the next one acknowledges these bytes, too
             self._breaks(error)
         if 0 < sum(self.sent) < len(data):
@@ -638,7 +714,7 @@ class SyncConnection:
             if self.down is not None:
                 self.resume(deadline)
             try:
-                sent += self._sending(data)
+                self._send(data, sent)
             except BlockingIOError:
                 self._poll(select.POLLOUT, deadline)
             except OSError as error:
@@ -652,6 +728,8 @@ class SyncConnection:
         self._wait(event, deadline)
 
     def _wait(self, event: int, deadline: Deadline) -> None:
+        if event == select.POLLIN and self._tls is not None and self._tls.buffered():
+            return
         poll = select.poll()
         poll.register(self.peer, event)
         while True:

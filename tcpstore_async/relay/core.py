@@ -366,6 +366,8 @@ class Relay:
         """Connections accepted while the state is WAITING: descriptor, host, port, and when."""
         self._upstream = -1
         """The descriptor of the link's connection."""
+        self._peer: socket.socket | None = None
+        """The socket of the last one."""
         self._upstream_ended = False
         """Whether the server sends no more on it: read to the end, as no further event will be reported."""
         self._unsent: bytes = b""
@@ -415,9 +417,10 @@ class Relay:
 
     # Called by `upstream`
 
-    def connect(self, fd: int) -> None:
+    def connect(self, peer: socket.socket) -> None:
         """Use a connection that the server has accepted as the link's."""
-        self._upstream = fd
+        fd = self._upstream = peer.fileno()
+        self._peer = peer
         self._upstream_ended = False
         self._unsent = b""
         self.heard = True
@@ -617,13 +620,14 @@ class Relay:
             self._write_upstream(b"".join(out))
 
     def _write_upstream(self, data: bytes) -> None:
-        fd = self._upstream
+        fd, peer = self._upstream, self._peer
+        assert peer is not None
         try:
-            count = _write(fd, data)
+            count = peer.send(data)
         except BlockingIOError:
             count = 0
         except OSError as error:
-            self._take_rest(fd)
+            self._take_rest(fd, peer)
             if self._upstream == fd:
                 self._lose_upstream(error.strerror or str(error))
             return
@@ -647,13 +651,14 @@ class Relay:
 
     def _read_upstream(self) -> None:
         """Read from the server, up to its share of one turn of the loop."""
-        fd = self._upstream
+        fd, peer = self._upstream, self._peer
+        assert peer is not None
         self.heard = True
         for _ in range(_UPSTREAM_READS_PER_TURN):
             if self._upstream != fd or fd < 0:
                 return
             try:
-                chunk = _read(fd, _UPSTREAM_READ)
+                chunk = peer.recv(_UPSTREAM_READ)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -664,18 +669,18 @@ class Relay:
                 return
             if not self._take(chunk):
                 return
-            if len(chunk) < _UPSTREAM_READ and not self._upstream_ended:
-                break
+            if len(chunk) < _UPSTREAM_READ and not self._upstream_ended and type(peer) is socket.socket:
+                break  # the kernel has no more; with TLS, only an error says so
         else:
             self.loop.call_soon(self._read_on, fd)
         if self._to_read:
             self._resume_soon()
 
-    def _take_rest(self, fd: int) -> None:
+    def _take_rest(self, fd: int, peer: socket.socket) -> None:
         """Read what the server sent before it closed the connection: last replies, and whether it has stopped."""
         while self._upstream == fd:
             try:
-                chunk = _read(fd, _UPSTREAM_READ)
+                chunk = peer.recv(_UPSTREAM_READ)
             except OSError:
                 return
             if not chunk or not self._take(chunk):

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from ..base.deadline import backoff
 from ..client.connect import keep_alive
+from ..client.tls import serve
 
 _MOST_EARLY: Final = 64 * 1024
 """Most bytes of a client kept while its connection to the server is being made."""
@@ -87,7 +88,7 @@ class ForwardedConnection:
                 connected = await self._connect_to_server()
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(connected)
-                await asyncio.get_running_loop().create_connection(lambda: self.server, sock=connected)
+                await serve(connected, self.server)
                 break
             except OSError as error:
                 self._failures += 1

@@ -25,7 +25,7 @@ from ..client.connect import connect
 from ..client.credentials import find_token
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
-from ..client.tls import ClientTls
+from ..client.tls import checked
 from ..client.tls_settings import files_from_environment
 from ..server.listen_socket import raise_file_limit
 from ..server.peer_user import PeerUsers, UnknownOwnerError
@@ -99,7 +99,6 @@ class _Port:
         self._name = StoreName(name)
         self._name.incarnation = incarnation
         self._files = files_from_environment() if tls else None
-        self._tls: ClientTls | None = None
         self._token: str = token
         self._explaining = explaining
         self._explained = False
@@ -108,7 +107,8 @@ class _Port:
         """Accept connections until all clients have left or, with `until`, until the other end of that is closed."""
         loop = asyncio.get_running_loop()
         try:
-            self._tls = None if self._files is None else ClientTls(self._files)
+            if self._files is not None:
+                checked(self._files)
             accepting = await loop.create_server(lambda: _Connection(self).client, sock=listener)
         except (DistError, OSError) as error:
             listener.close()
@@ -127,7 +127,7 @@ class _Port:
         try:
             deadline = Deadline(DEFAULT_TIMEOUT.total_seconds())
             token = find_token(self._token or None)
-            peer, _ = await connect(*self._server[:2], deadline, True, token, self._tls, self._name.once())
+            peer, _ = await connect(*self._server[:2], deadline, True, token, self._files, self._name.once())
         except DistError as error:
             raise OSError(str(error)) from None
         return peer

@@ -19,7 +19,7 @@ from ..base.addresses import format_address, is_loopback
 from ..base.errors import AccessDeniedError, DistNetworkError, counted
 from ..client.credentials import find_token
 from ..client.store_name import this_network
-from ..client.tls import ClientTls
+from ..client.tls import checked
 from ..links.link_client import ClientLink
 from ..server.fork_safety import close_on_fork, closed_in_children
 from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
@@ -67,7 +67,7 @@ async def relay(
     connections to the servers are encrypted. Ranks enter the named `store`, if one is given. Raises DistNetworkError
     if the address is unavailable, if a file of `tls` cannot be used, or if the system does not support `same_user`.
     """
-    client_tls = None if tls is None else ClientTls(tls)
+    files = None if tls is None else checked(tls)
     listening = listener if listener is not None else listen(host, port)
     with close_on_fork(listening), ExitStack() as inherited:
         where = listening.getsockname()[:2]
@@ -82,7 +82,7 @@ async def relay(
             describe=describer(),
             entry=Entry(store) if store else None,
         )
-        upstream = Upstream(running, servers, token, client_tls)
+        upstream = Upstream(running, servers, token, files)
         connecting: asyncio.Task[None] | None = None
         try:
             running.start()
@@ -96,8 +96,6 @@ async def relay(
             while connecting is not None and not connecting.done():
                 connecting.cancel()  # `asyncio.wait_for` may swallow it if an attempt fails at the same time
                 await asyncio.wait([connecting], timeout=_CANCEL_SECONDS)
-            if client_tls is not None:
-                await client_tls.close()
 
 
 async def run(

@@ -17,14 +17,15 @@ from functools import partial
 from struct import Struct
 from typing import Final
 
+from ..auth.secret_files import TlsFiles
 from ..base.addresses import format_address
 from ..base.deadline import backoff
 from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..client import requests
-from ..client.connect import leaves_host, open_connection
+from ..client.connect import leaves_host, open_connection, transfer
 from ..client.credentials import warn_of_clear_text
 from ..client.requests import Request
-from ..client.tls import ClientTls, TlsFailed, tls_required
+from ..client.tls import TlsFailed, TlsSocket, tls_required
 from ..links.frames import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.tls import is_mismatch
@@ -72,7 +73,7 @@ class Upstream:
         relay: Relay,
         servers: list[tuple[str, int]],
         token: Callable[[], bytes] = bytes,
-        tls: ClientTls | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """`servers` are hosts and ports; `token` returns the token to present to them, empty for none.
 
@@ -213,15 +214,11 @@ class Upstream:
                     raise
             self._check_that_link_may_end(server)
             return peer, None
-        except ConnectionError:
-            peer.close()
-            cause = None if self.tls is None else self.tls.cause()
+        except ConnectionError as error:
             try:
-                if cause is not None:
-                    raise cause from None
-                raise
+                raise (peer.why(error) if isinstance(peer, TlsSocket) else error) from None
             finally:
-                del cause
+                peer.close()
         except BaseException:
             peer.close()
             raise
@@ -239,11 +236,10 @@ class Upstream:
         `describes` is whether the server accepts descriptions of ranks.
         """
         relay = self.relay
-        loop = asyncio.get_running_loop()
         for _ in range(2):
             link = relay.link
             link.describes = describes
-            await loop.sock_sendall(peer, link.request(validate=False))
+            await transfer(peer, link.request(validate=False))
             raw = await _read_value(peer)
             if relay.link is not link:
                 raise _RefusedError("the link was abandoned in the meantime")
@@ -277,7 +273,7 @@ class Upstream:
             self.relay.log_limited("resumed", f"resumed the link to {format_address(*server)}")
         else:
             self._announce(f"linked to {format_address(*server)}")
-        self.relay.connect(peer.fileno())
+        self.relay.connect(peer)
 
     async def _hold(self, reply: LinkReply) -> bool:
         """Serve the link until its connection is over; return whether it carried anything."""
@@ -430,14 +426,13 @@ async def _identify(peer: socket.socket) -> Identity | None:
 
     Raises OSError, ProtocolError, and AccessDeniedError if it requires TLS.
     """
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(peer, _encode((BY_METHOD["validate"], (MAGIC,))) + _encode(requests.HAS_EXTENSION))
+    await transfer(peer, _encode((BY_METHOD["validate"], (MAGIC,))) + _encode(requests.HAS_EXTENSION))
     answer = await _read_exactly(peer, 1)
     if is_mismatch(answer):
         raise tls_required()
     if answer != _READY:
         return None
-    await loop.sock_sendall(peer, _encode(requests.WHO_ARE_YOU))
+    await transfer(peer, _encode(requests.WHO_ARE_YOU))
     return read_identity(await _read_value(peer))
 
 
@@ -454,7 +449,7 @@ async def _authenticate(
         raise AccessDeniedError("it does not check tokens, so the token was not sent")
     if clear_to is not None:
         warn_of_clear_text(*clear_to)
-    await asyncio.get_running_loop().sock_sendall(peer, _encode(requests.auth(token)))
+    await transfer(peer, _encode(requests.auth(token)))
     read_auth_reply(await _read_value(peer))
 
 
@@ -471,10 +466,9 @@ async def _read_value(peer: socket.socket) -> bytes:
 
 
 async def _read_exactly(peer: socket.socket, count: int) -> bytes:
-    loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:
-        chunk = await loop.sock_recv(peer, count - len(data))
+        chunk = await transfer(peer, count - len(data))
         if not chunk:
             raise ConnectionError("the server closed the connection")
         data += chunk

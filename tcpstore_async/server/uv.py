@@ -17,13 +17,13 @@ from typing import Any, Final
 from ..base.errors import PeerError, ProtocolError
 from ..base.limits import Limits
 from ..session.named_stores import NamedStore
-from ..session.tls import HANDSHAKE, TlsError
+from ..session.tls import CIPHERTEXT, HANDSHAKE, TlsChannel, TlsError, TlsStream
 from ..session.transport import Transport
 from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base
 from .poller import READ, WRITE, WatchWith, make_poller
-from .tls import CIPHERTEXT, CIPHERTEXT_ON, MOST_HANDSHAKES, TLS_BYTES, ServerTls, TlsChannel
+from .tls import CIPHERTEXT_ON, MOST_HANDSHAKES, TLS_BYTES, ServerTls
 
 _read: Final = os.read
 _read_into: Final = os.readv
@@ -346,7 +346,7 @@ class TlsConnection(Connection):
         if hello:
             budget = server.store.budget
             budget.charge(TLS_BYTES)
-            channel = self.channel = TlsChannel(self.tls.context, partial(_write, self.fd))
+            channel = self.channel = TlsChannel(TlsStream(self.tls.context), partial(_write, self.fd))
             channel.stream.feed(hello)
             budget.relieve(self.session)
             oldest = self.tls.begin(self)

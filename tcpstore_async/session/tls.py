@@ -1,16 +1,19 @@
 """One TLS connection without its I/O: ciphertext in and out on one side, plaintext on the other.
 
-Both ends use it: `server/tls.py` on the server's poller, `client/tls.py` on the loop of a client or a relay. These two
-load the certificates.
+Both ends use it: the server on its poller, `client/tls.py` for clients and relays, which load the certificates.
 
 It knows OpenSSL's stream and says in plain words why a handshake failed. It must not know how bytes travel, or what the
 plaintext means.
 
 Invariants: every byte that is fed can be read before more is asked for, so that no plaintext is left where a poller
-cannot see it. The end of the connection counts as the end of the stream, with or without close_notify, as on plain TCP.
+cannot see it. Plaintext counts as sent once the kernel has taken its ciphertext, so that unsent bytes are counted as on
+plain connections. The end of the connection counts as the end of the stream, with or without close_notify, as on plain
+TCP.
 """
 
+import errno
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..base.errors import ProtocolError
@@ -23,8 +26,13 @@ MISMATCH: Final = bytes((0x15, 3, 3, 0, 2, 2, 10))
 where it is required, so that the peer can say what is wrong. As a store's reply it makes no sense: it is too short for
 one with eight bytes, and shorter ones do not begin so."""
 
-_AT_ONCE: Final = 17 * 1024
-"""Bytes given to OpenSSL at once: one record of the largest size fits."""
+CIPHERTEXT: Final = 17 * 1024
+"""Bytes received, or given to OpenSSL, at once: one record of the largest size fits."""
+
+_RECORD: Final = 16 * 1024
+
+_CHUNK: Final = 64 * 1024
+"""Bytes encrypted at once, whose ciphertext is kept if the kernel does not take it."""
 
 _MOST_ANSWERS: Final = 64 * 1024
 """Bytes that TLS itself may have to say to a peer: what is written does not stay where these are collected. An answer
@@ -112,7 +120,7 @@ class TlsStream:
         self._unanswered += len(chunk)
         if not chunk:
             self._eof = True
-        elif not self.readable and not self._waiting and len(chunk) <= _AT_ONCE:
+        elif not self.readable and not self._waiting and len(chunk) <= CIPHERTEXT:
             self._incoming.write(chunk)
         else:
             self._waiting = self._waiting + chunk if self._waiting else chunk
@@ -128,22 +136,18 @@ class TlsStream:
         waiting = self._waiting
         if not waiting:
             return False
-        if len(waiting) <= _AT_ONCE:
+        if len(waiting) <= CIPHERTEXT:
             self._incoming.write(waiting)
             self._waiting = b""
         else:
-            self._incoming.write(waiting[:_AT_ONCE])
-            self._waiting = waiting[_AT_ONCE:]
+            self._incoming.write(waiting[:CIPHERTEXT])
+            self._waiting = waiting[CIPHERTEXT:]
         return True
 
     def outgoing(self) -> bytes:
         """Return the ciphertext for the connection, which has to be sent before that of later calls."""
         self._unanswered = len(self._waiting)
         return self._outgoing.read()
-
-    def has_output(self) -> bool:
-        """Return whether there is ciphertext for the connection."""
-        return self._outgoing.pending > 0
 
     def shake_hands(self) -> bool:
         """Continue the handshake; return whether it is complete. There may be output, even after an error.
@@ -170,45 +174,45 @@ class TlsStream:
         """Return whether the peer has shown a certificate, which was verified."""
         return bool(self._object.getpeercert(True))
 
-    def read(self, size: int) -> bytes:
-        """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError."""
-        data: bytes = self._read(size, None) or b""
-        return data
-
     def read_into(self, space: memoryview) -> int:
-        """Do the same into a buffer; return how many bytes it has got."""
-        count: int = self._read(len(space), space) or 0
+        """Read plaintext into a buffer; return the number of bytes, 0 as `read` returns none. Raises TlsError."""
+        count: int = self.read(len(space), space) or 0
         return count
 
-    def _read(self, size: int, space: memoryview | None) -> Any:
-        """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
+    def read(self, size: int, space: memoryview | None = None) -> Any:
+        """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError.
+
+        With `space`, read into that, and return the number of bytes.
+        """
         if self._unanswered > _MOST_ANSWERS and self._outgoing.pending > _MOST_ANSWERS:
             raise TlsError("TLS failed: the peer keeps requesting key updates", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:
             if self._refill():
-                return self._read(size, space)
-            self._exhausted()
-            return None
+                return self.read(size, space)
+            self.readable = False
+            self.ended = self._eof
+            return b""
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             self._end()
-            return None
+            return b""
         except ssl.SSLError as error:
             raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
         count = len(found) if space is None else found
         if not count:
             self._end()
         elif count < size and not self._incoming.pending and not self._waiting:
-            self._exhausted()
+            self.readable = False
+            self.ended = self._eof
         return found
 
     def write(self, data: Any) -> None:
-        """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises TlsError."""
+        """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises ConnectionResetError."""
         try:
             self._object.write(data)
         except ssl.SSLError as error:
-            raise TlsError(f"TLS failed: {reason_of(error)}", False) from None
+            raise ConnectionResetError(errno.ECONNRESET, f"TLS failed: {reason_of(error)}") from None
 
     def finish(self) -> None:
         """Tell the peer that nothing follows."""
@@ -217,14 +221,126 @@ class TlsStream:
         except (ssl.SSLError, OSError, ValueError):
             pass  # it waits for the peer to say so too, which is not needed
 
-    def _exhausted(self) -> None:
-        """All that has been fed has been read."""
-        self.readable = False
-        self.ended = self._eof
-
     def _end(self) -> None:
         self.ended = True
         self.readable = False
+
+
+class TlsChannel:
+    """The plaintext of one connection, read and written like a non-blocking descriptor."""
+
+    def __init__(self, stream: TlsStream, send: Callable[[Any], int]) -> None:
+        """`send` writes to the connection: it returns how many bytes the kernel took, or raises OSError."""
+        self.stream = stream
+        self.send = send
+        self._ciphertext: Any = None
+        """Ciphertext that the kernel has not taken: bytes or a memoryview, or None."""
+        self.owed: int = 0
+        """Bytes of plaintext in `_ciphertext`, not yet reported as written."""
+
+    def behind(self) -> bool:
+        """Return whether the kernel has not taken all ciphertext."""
+        return self._ciphertext is not None
+
+    def shake_hands(self) -> bool:
+        """Continue the handshake; return whether it is complete. Raises TlsError and OSError."""
+        try:
+            return self.stream.shake_hands()
+        finally:
+            try:
+                self.push()
+            except BlockingIOError:
+                pass  # the caller checks `behind`
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes of plaintext, b"" if there is none. Raises TlsError."""
+        stream = self.stream
+        data: bytes = stream.read(size)
+        if not stream.readable or len(data) >= size:
+            return data
+        parts = [data]
+        left = size - len(data)
+        while left > 0 and stream.readable:
+            data = stream.read(left)
+            parts.append(data)
+            left -= len(data)
+        return b"".join(parts)
+
+    def read_into(self, space: memoryview) -> int:
+        """Read plaintext into a buffer; return the number of bytes. Raises TlsError."""
+        stream = self.stream
+        count = 0
+        while count < len(space) and stream.readable:
+            count += stream.read_into(space[count:] if count else space)
+        return count
+
+    def write(self, pieces: list[Any]) -> int:
+        """Write; return the number of plaintext bytes whose ciphertext the kernel took.
+
+        The next call must begin with the bytes that were not taken. Raises BlockingIOError if none were, and OSError.
+        """
+        taken = 0
+        if self._ciphertext is None and not self.owed and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD:
+            self.stream.write(pieces[0])  # the common case, inlined
+            made = self._ciphertext = self.stream.outgoing()
+            self.owed = len(pieces[0])
+            count = self.send(made)
+            if count == len(made):
+                taken, self.owed = self.owed, 0
+                self._ciphertext = None
+                return taken
+            self._ciphertext = memoryview(made)[count:]
+        if self.owed or self._ciphertext is not None:
+            self.push()
+            taken = min(self.owed, sum([len(piece) for piece in pieces]))
+            self.owed -= taken
+        for chunk in _chunks(pieces, taken):
+            made = self._encrypt(chunk)
+            try:
+                self._push(made)
+            except BlockingIOError:
+                self.owed = len(chunk)
+                if not taken:
+                    raise
+                return taken
+            taken += len(chunk)
+        return taken
+
+    def _encrypt(self, chunk: Any) -> bytes:
+        """Return the ciphertext, after that of answers of TLS itself, such as to a key update."""
+        stream = self.stream
+        view = memoryview(chunk)
+        made = []
+        for at in range(0, len(view), _RECORD):
+            stream.write(view[at : at + _RECORD])
+            made.append(stream.outgoing())  # after each record, because OpenSSL's buffer never shrinks
+        return b"".join(made)
+
+    def push(self) -> None:
+        """Send all ciphertext. Raises BlockingIOError if the kernel does not take all of it, and OSError."""
+        kept = self._ciphertext
+        if kept is not None:
+            self._push(kept)
+        made = self.stream.outgoing()
+        if made:
+            self._push(made)
+
+    def _push(self, data: Any) -> None:
+        self._ciphertext = data
+        size: int = len(data)
+        while (count := self.send(data)) < size:
+            data = self._ciphertext = memoryview(data)[count:]
+            size -= count
+        self._ciphertext = None
+
+    def finish(self) -> None:
+        """Send close_notify, if the kernel takes it at once."""
+        if self.stream.established and self._ciphertext is None:
+            self.stream.finish()
+            try:
+                self.push()
+            except OSError:
+                pass  # the end of the connection says the same
 
 
 def is_mismatch(reply: bytes) -> bool:
@@ -236,3 +352,26 @@ def _is_final(error: ssl.SSLError) -> bool:
     """Whether the error is about certificates or versions, which do not change by themselves."""
     name = _name_of(error)
     return isinstance(error, ssl.SSLCertVerificationError) or any(part in name for part in _FINAL)
+
+
+def _chunks(pieces: list[Any], skipped: int) -> Any:
+    """Yield the bytes after the first `skipped`, in chunks of up to `_CHUNK` bytes."""
+    joined: list[Any] = []
+    size = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        if skipped:
+            cut = min(skipped, len(view))
+            skipped -= cut
+            view = view[cut:]
+        while view:
+            part = view[: _CHUNK - size]
+            view = view[len(part) :]
+            joined.append(part)
+            size += len(part)
+            if size == _CHUNK:
+                yield joined[0] if len(joined) == 1 else b"".join(joined)
+                joined = []
+                size = 0
+    if joined:
+        yield joined[0] if len(joined) == 1 else b"".join(joined)

@@ -50,7 +50,7 @@ from ..client.store_name import (
     process_id,
 )
 from ..client.sync_client import TCPClient
-from ..client.tls import ClientTls
+from ..client.tls import checked
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.auth import ALL, REMOTE
@@ -137,7 +137,7 @@ class TCPStore(Store):
     """Ends the named store with the process, if this store owns it."""
 
     _client: TCPClient | None = None
-    _tls: ClientTls | None = None
+    _tls: TlsFiles | None = None
     _hosted: ServerHandle | None = None
 
     def __init__(
@@ -177,7 +177,7 @@ class TCPStore(Store):
         files = files_from_environment() if wants_tls(wanted, self._server) else None
         if files is not None:
             self._check_tls()
-            self._tls = ClientTls(files, in_background=True)
+            self._tls = checked(files)
         try:
             if self._server is not None:
                 self.host = host_name
@@ -271,7 +271,6 @@ class TCPStore(Store):
         own = None if self._hosted is None else OwnAddress(host, port)
         while True:
             try:
-                tls = None if self._tls is None else self._tls.renewed()
                 name = self._name(ranks)
                 client = TCPClient(
                     host,
@@ -280,7 +279,7 @@ class TCPStore(Store):
                     introduction(ranks),
                     deadline.began,
                     self._token,
-                    tls,
+                    self._tls,
                     name,
                     joins=rank is not None,
                     refused_is_final=self._refused_is_final,

@@ -35,7 +35,7 @@ async def test_the_end_behind_bytes_is_noticed(count: int) -> None:
         with server:
             server.setblocking(False)
             assert server.send(data) == len(data)
-        relay.connect(upstream.fileno())
+        relay.connect(upstream)
         reason = await asyncio.wait_for(lost.get(), LIMIT)
         assert reason in ("the server closed it", "Broken pipe"), "the latter if it acknowledges before it has read all"
         assert relay.link.taken == len(data)

@@ -29,7 +29,7 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
     try:
         upstream.setblocking(False)
         relay.link.answered(msgspec.json.encode(LinkReply(NEW, "instance")))
-        relay.connect(upstream.fileno())
+        relay.connect(upstream)
         reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
         writer.write(b"request")
         while not relay.link.kept:

@@ -36,7 +36,7 @@ async def relay() -> AsyncIterator[Relay]:
     try:
         upstream.setblocking(False)
         relay.link.answered(msgspec.json.encode(LinkReply(NEW, "instance")))
-        relay.connect(upstream.fileno())
+        relay.connect(upstream)
         yield relay
     finally:
         relay.stop()

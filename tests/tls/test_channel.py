@@ -14,8 +14,8 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.auth.secret_files import TlsFiles
-from tcpstore_async.server.tls import TlsChannel, make_context
-from tcpstore_async.session.tls import TlsError, TlsStream
+from tcpstore_async.server.tls import make_context
+from tcpstore_async.session.tls import TlsChannel, TlsError, TlsStream
 from tls.certificates import certificates
 from tls.peers import context
 
@@ -48,7 +48,7 @@ def flushed(channel: TlsChannel) -> None:
 def connected(wire: Wire) -> tuple[TlsChannel, TlsStream]:
     """A server's channel and its client, after the handshake; every byte of it arrived alone."""
     pair = certificates().server
-    channel = TlsChannel(make_context(TlsFiles(cert=pair.cert, key=pair.key)), wire.send)
+    channel = TlsChannel(TlsStream(make_context(TlsFiles(cert=pair.cert, key=pair.key))), wire.send)
     client = TlsStream(context(), "127.0.0.1")
     while not (client.shake_hands() and channel.stream.established):
         for byte in client.outgoing():
@@ -91,7 +91,7 @@ def test_writing_counts_plaintext_exactly(seed: int) -> None:
             continue
         assert 0 < count <= sum(map(len, pieces))
         if count == sum(map(len, pieces)) and not channel.behind():
-            assert not channel.stream.has_output()
+            assert not channel.stream.outgoing()
         sent += count
     flushed(channel)
     client.feed(bytes(wire.taken))

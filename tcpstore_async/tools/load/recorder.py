@@ -27,7 +27,8 @@ from ...auth.secret_files import TlsFiles
 from ...base.addresses import format_address
 from ...base.errors import DistNetworkError
 from ...base.limits import MIB
-from ...client.tls import ClientTls
+from ...client.connect import encrypt
+from ...client.tls import checked
 from ...relay.forwarding import ForwardedConnection
 from ...server.listen_socket import BACKLOG, adopt, listen, log_short_backlog, raise_file_limit
 from ...server.rate_limited_log import RateLimitedLog
@@ -150,7 +151,7 @@ class Recorder:
         addresses: list[AddrInfoType],
         file: RecordingFile,
         values: bool,
-        tls: ClientTls | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """`host`, `port` and `addresses` are the server's. `values` includes the contents of values.
 
@@ -178,7 +179,7 @@ class Recorder:
     async def connect(self) -> socket.socket:
         """Return a socket that is connected to the server. Raises OSError."""
         peer = await start_connection(self.addresses, happy_eyeballs_delay=_STAGGER)
-        return peer if self.tls is None else await self.tls.wrap(peer, self.host)
+        return peer if self.tls is None else await encrypt(peer, self.tls, self.host)
 
     async def flush_regularly(self) -> None:
         """Flush rows to the file until canceled."""
@@ -278,19 +279,17 @@ async def record(
     written. With `tls`, connections to the server are encrypted.
     """
     raise_file_limit()
-    client_tls = None if tls is None else ClientTls(tls)
+    files = None if tls is None else checked(tls)
     addresses = await _resolve(*upstream)
     listener = listen(host, port) if fd is None else adopt(fd)
     try:
         if listener.getsockname()[:2] in [address[4][:2] for address in addresses]:
             raise RecordingError(f"{format_address(*upstream)} is the recorder's own address, not a server's")
-        recorder = Recorder(*upstream, addresses, RecordingFile(path), values, client_tls)
+        recorder = Recorder(*upstream, addresses, RecordingFile(path), values, files)
         try:
             await _forward(recorder, listener, ready)
         finally:
             recorder.finish()
-            if client_tls is not None:
-                await client_tls.close()
     finally:
         with suppress(OSError):
             listener.close()
