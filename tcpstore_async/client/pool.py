@@ -130,7 +130,7 @@ class Pool:
             if connection.user == me:
                 _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses this one
             else:
-                os.close(connection.peer.detach())  # it says nothing to the server, as `close` does with TLS
+                socket.socket.close(connection.peer)  # not `close`, which with TLS says something to the server
         if self.name is not None:
             self.name = self.name.of_a_guest()
         self._start([])
