@@ -426,6 +426,7 @@ class Relay:
         self.heard = True
         self.poller.watch(fd)
         self.set_state(LINKED)
+        self.loop.call_soon(self._read_on, fd)  # what TLS has buffered, the poller does not report
         self.flush()
         self._resume_soon()
 

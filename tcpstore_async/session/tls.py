@@ -117,10 +117,11 @@ class TlsStream:
 
     def feed(self, chunk: bytes) -> None:
         """Take what the connection has brought; nothing stands for its end."""
-        self._unanswered += len(chunk)
-        if not chunk:
+        size = len(chunk)
+        self._unanswered += size
+        if not size:
             self._eof = True
-        elif not self.readable and not self._waiting and len(chunk) <= CIPHERTEXT:
+        elif not self.readable and not self._waiting and size <= CIPHERTEXT:
             self._incoming.write(chunk)
         else:
             self._waiting = self._waiting + chunk if self._waiting else chunk

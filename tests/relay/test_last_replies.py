@@ -49,3 +49,26 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
         relay.stop()
         upstream.close()
         server.close()
+
+
+async def test_what_tls_has_buffered_is_read_without_an_event() -> None:
+    relay = Relay(listen("127.0.0.1", 0), ClientLink)
+    broken: list[str] = []
+    relay.on_broken = broken.append
+    peer = ClientLink()
+    peer.add(CLOSE, LINK, LOST)
+    peer.close_batch()
+    buffered = [b"".join(peer.kept)]
+
+    class Buffering(socket.socket):
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            return buffered.pop() if buffered else super().recv(size, flags)
+
+    ours, theirs = socket.socketpair()
+    with theirs, Buffering(fileno=ours.detach()) as upstream:
+        upstream.setblocking(False)
+        relay.link.answered(msgspec.json.encode(LinkReply(NEW, "instance")))
+        relay.connect(upstream)
+        await asyncio.sleep(0)
+        assert broken == ["the server has stopped"]
+        relay.stop()

@@ -94,8 +94,8 @@ async def test_the_asynchronous_client(server: Server) -> None:
     async with await AsyncTCPStore.connect(
         "localhost", server.port, timeout=LIMIT, tls=True, tls_files=known.trusting
     ) as store:
-        await store.set("large", value)
-        assert await store.get("large") == value
+        await asyncio.gather(*[store.set(f"{number}", value) for number in range(5)])
+        assert await asyncio.gather(*[store.get(f"{number}") for number in range(5)]) == [value] * 5
         waiting = asyncio.create_task(store.wait(["late"]))
         async with await store.clone() as other:
             await other.set("late", "")
