@@ -38,6 +38,7 @@ from .server.reloading import Reloading
 from .server.signals import drain_when_told, watch_signals
 from .server.store_ports import ANY
 from .server.systemd import activated_fd, supervised
+from .session.auth import ALL, REMOTE
 from .session.identity import build as build
 
 if TYPE_CHECKING:
@@ -86,11 +87,13 @@ async def serve(
     ports for clients that cannot name their store, empty for none; they need a server without TLS and tokens.
 
     Raises DistNetworkError if the address or the admin socket is unavailable, or a file cannot be used, and ValueError
-    for a certificate without a key or the reverse, if TLS is required without them, and for a backend that lacks TLS or
-    tokens.
+    for a certificate without a key or the reverse, if TLS is required without them, for a backend that lacks TLS or
+    tokens, and for an unknown `require_auth`.
     """
+    if require_auth not in ("", REMOTE, ALL):
+        raise ValueError(f"require_auth must be empty, {REMOTE!r} or {ALL!r}, not {require_auth!r}")
+    check_backend(backend, bool(tls_cert or tls_key or tls_ca or require_tls), bool(tokens or require_auth))
     tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
-    check_backend(backend, tls is not None, tokens is not None)
     pid = os.getpid()
     with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
         prepare(listening)

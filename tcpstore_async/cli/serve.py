@@ -193,6 +193,15 @@ def serve(
 
     Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
     """
+    if backend == THREADED:
+        source = click.get_current_context().get_parameter_source
+        others = (
+            *("tls_cert", "tls_key", "tls_ca", "require_tls", "token_keys", "revoked_tokens", "require_auth"),
+            "link_grace",
+        )
+        given = [f"--{name.replace('_', '-')}" for name in others if source(name) != click.core.ParameterSource.DEFAULT]
+        if given:
+            raise click.UsageError(f"--backend threaded has no TLS, tokens or links: leave out {', '.join(given)}.")
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
     if require_tls and not tls_cert:
@@ -201,12 +210,6 @@ def serve(
         raise click.UsageError("--revoked-tokens needs --token-keys.")
     if require_auth and token_keys is None and tls_ca is None:
         raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
-    if backend == THREADED:
-        source = click.get_current_context().get_parameter_source
-        others = ("tls_cert", "token_keys", "require_auth", "link_grace")
-        given = [f"--{name.replace('_', '-')}" for name in others if source(name) != click.core.ParameterSource.DEFAULT]
-        if given:
-            raise click.UsageError(f"--backend threaded has no TLS, tokens or links: leave out {', '.join(given)}.")
     if token_keys is not None and owner_pid is not None:
         raise click.UsageError("--token-keys cannot be used with --owner-pid.")
     if owner_pid is not None or control_fd is not None:

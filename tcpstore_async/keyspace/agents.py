@@ -89,7 +89,7 @@ class Ended:
 
 
 class AgentRegistry(SharedRequests):
-    """The agents of one store. The base class of `Keyspace`."""
+    """The agents of one store. The base class of `JoinRegistry`."""
 
     def __init__(self, max_size: int, portion: int) -> None:
         super().__init__(max_size, portion)

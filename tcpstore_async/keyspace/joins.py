@@ -61,7 +61,7 @@ class Joins:
 
 
 class JoinRegistry(AgentRegistry):
-    """The ranks that have joined the counters of one store. The base class of `Keyspace`."""
+    """The ranks that have joined the counters of one store. The base class of `Queues`."""
 
     def __init__(self, max_size: int, portion: int) -> None:
         super().__init__(max_size, portion)

@@ -15,7 +15,7 @@ from .waiters import WaiterRegistry
 
 
 class SharedRequests(WaiterRegistry):
-    """What is kept for lists of keys. The base class of `Keyspace`, which supplies what is stored."""
+    """What is kept for lists of keys. The base class of `AgentRegistry`; `Keyspace` supplies what is stored."""
 
     def __init__(self, max_size: int, portion: int) -> None:
         super().__init__(max_size, portion)

@@ -115,7 +115,7 @@ class CallbackWaiter(Waiter):
 
 
 class GroupRegistry:
-    """Where groups are registered. The base class of `WaiterRegistry`."""
+    """Where groups are registered. The base class of `Registrations`."""
 
     def counter_changed(self, counter: "Counter") -> None:
         """Wake the members of a counter whose registration was used up, as far as their targets are reached."""
@@ -198,6 +198,10 @@ class Counter(Group):
         return None
 
 
+UNKNOWN: Final = -1
+"""Of `KeyList.present`: not looked up since a key changed."""
+
+
 class KeyList:
     """A list of keys that requests name alike, and what is kept for it while none of its keys changes."""
 
@@ -207,7 +211,7 @@ class KeyList:
         self.keys = keys
         """Not to be changed."""
         self.uses: int = 0
-        """Requests since it was last tracked; see `SharedRequests.tracked`."""
+        """Requests while it has not been tracked; see `Registrations.tracked`."""
         self.tracked = False
         self.group: SharedWait | None = None
         """The open group: the next WAIT for the list joins it."""
@@ -225,9 +229,6 @@ class KeyList:
         """Bytes counted in the budget for the list and its reply."""
         self.compared: int = 0
         """Incomplete frames that are being compared with the list."""
-
-
-UNKNOWN: Final = -1
 
 
 class SharedWait(Group):

@@ -39,7 +39,7 @@ _TAKEN: Final = 5000
 
 
 class WaiterRegistry(Registrations):
-    """The waiters of one store, and the work that waking them leaves for later. The base class of `Keyspace`."""
+    """The waiters of one store, and the work that waking them leaves for later. The base class of `SharedRequests`."""
 
     # What the keyspace supplies
 
@@ -320,7 +320,7 @@ class WaiterRegistry(Registrations):
     def wait_is_over(self, group: SharedWait) -> None:
         """Wake the members of a group that has nothing left to await: now if they are few."""
         self._close(group)
-        if len(group.members) > min(FEW, self.portion):
+        if len(group.members) > self._most_at_once:
             self.defer(Later(self._wake_each_member(group), partial(self._wake_member_of, group)))
         else:
             self._wake_members(group, FEW)

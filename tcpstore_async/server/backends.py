@@ -30,10 +30,12 @@ def check_backend(backend: str, tls: bool = False, tokens: bool = False) -> None
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose {' or '.join(BACKENDS)}")
     if backend == THREADED and (tls or tokens):
-        lacks = ["TLS (tls=, TCPSTORE_TLS)"] if tls else []
-        lacks += [f"tokens (token=, token_keys=, {TOKEN}, {TOKEN_FILE}, TCPSTORE_TOKEN_KEYS)"] if tokens else []
+        lacks = ["TLS (tls=, tls_cert=, TCPSTORE_TLS)"] if tls else []
+        names = f"token=, token_keys=, tokens=, require_auth=, {TOKEN}, {TOKEN_FILE}, TCPSTORE_TOKEN_KEYS"
+        lacks += [f"tokens ({names})"] if tokens else []
         raise ValueError(
-            f"the server of use_libuv=False has no {' and no '.join(lacks)}: leave that out, or use the default server"
+            f"the threaded server (use_libuv=False) has no {' and no '.join(lacks)}: leave that out, or use the default "
+            "server"
         )
 
 

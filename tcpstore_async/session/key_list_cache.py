@@ -141,7 +141,7 @@ class SharedKeys(CountedList):
                 return _EqualSoFar(self, known, end - at, end), -(end + 1)
         keys: list[bytes] = []
         stop = take_keys(keys, count, data, at + PREFIX, end, limits)
-        if len(keys) == count and stop - at <= limits.request_bytes:
+        if len(keys) == count and stop - at <= limits.request_bytes and stop - at <= limits.request_key_bytes:
             return self.execute(cache.add(data[at:stop], keys)), stop
         return _PartialKeys(self, count, keys, stop - at).decode(call, data, stop, end, limits)
 

@@ -103,11 +103,11 @@ class Peer(Holder):
         raise NotImplementedError
 
     def awaited_since(self) -> float:
-        """See `Transport.awaited_since`."""
+        """See `Owner.awaited_since`."""
         raise NotImplementedError
 
     def refused_before(self) -> str:
-        """See `Transport.refused_before`."""
+        """See `Owner.refused_before`."""
         raise NotImplementedError
 
     # Who it is

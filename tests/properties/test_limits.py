@@ -118,10 +118,11 @@ def test_length_of_a_request(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["multi_set", "wait", "check", "multi_get"])
-def test_length_of_all_keys_of_a_request(name: str) -> None:
-    limits = Limits(key_bytes=70, value_bytes=50, request_key_bytes=150)
-    fits, longer = ([b"a" * 70, b"b" * 70, b"c" * last] for last in (10, 11))
-    for size in (1, 40, 1000):
+@pytest.mark.parametrize("count", [3, 4, 20])
+def test_length_of_all_keys_of_a_request(name: str, count: int) -> None:
+    limits = Limits(key_bytes=70, value_bytes=50, request_key_bytes=70 * count - 60)
+    fits, longer = ([b"%070d" % key for key in range(count - 1)] + [b"c" * last] for last in (10, 11))
+    for size in (1, 40, 10_000):
         session = greeted(limits=limits)
         frame = _naming(name, fits).frame
         assert feed(session, cut(frame, range(0, len(frame), size)))[1] == ""

@@ -376,10 +376,10 @@ def test_a_session_without_a_connection_keeps_no_more_pieces_either() -> None:
 def links_and_sessions(store: Store) -> list[object]:
     """Return those of this store: other tests, and servers in other threads, may leave or make some at any time."""
     found = [one for one in gc.get_objects() if isinstance(one, SingleLink | Wire | ServerSession)]
-    return [one for one in found if _engine_of(one) is store]
+    return [one for one in found if _store_of(one) is store]
 
 
-def _engine_of(one: SingleLink | Wire | ServerSession) -> Store:
+def _store_of(one: SingleLink | Wire | ServerSession) -> Store:
     if isinstance(one, SingleLink):
         return one.registry.store
     return one.store if isinstance(one, ServerSession) else one.session.store
