@@ -34,8 +34,8 @@ def check_backend(backend: str, tls: bool = False, tokens: bool = False) -> None
         names = f"token=, token_keys=, tokens=, require_auth=, {TOKEN}, {TOKEN_FILE}, TCPSTORE_TOKEN_KEYS"
         lacks += [f"tokens ({names})"] if tokens else []
         raise ValueError(
-            f"the threaded server (use_libuv=False) has no {' and no '.join(lacks)}: leave that out, or use the default "
-            "server"
+            f"the threaded server (use_libuv=False) has no {' and no '.join(lacks)}: leave that out, or use the "
+            "default server"
         )
 
 

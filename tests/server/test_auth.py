@@ -23,7 +23,7 @@ from client.test_resumed import resetter
 from client.test_sync import until
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, ping, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
-from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore, serve
 from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.deadline import Deadline
@@ -760,3 +760,10 @@ def test_another_process_with_the_same_token_is_not_told(server: Server) -> None
             reply[pid] = peer.read(int.from_bytes(peer.ask(auth(token.encode()), 8), "little"))
     assert b'"closed":"not allowed: ADD would add 1 key; ' in reply[os.getpid()]
     assert b'"closed"' not in reply[os.getpid() + 1]
+
+
+@pytest.mark.parametrize("options", [{"require_auth": "banana"}, {"backend": "threaded", "require_auth": "all"}])
+async def test_a_server_that_would_admit_strangers_or_nobody_does_not_start(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="require_auth"):
+        async with serve(**options):
+            pass
