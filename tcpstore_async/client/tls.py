@@ -107,6 +107,7 @@ class TlsSocket(socket.socket):
         self.channel = TlsChannel(stream, self._send)
         self._arrived: list[bytes] = []
         """Ciphertext. `recv` puts it here in one atomic step, so that no interrupt loses it."""
+        self._drained = False
 
     def _send(self, data: Any) -> int:
         return socket.socket.send(self, data, _FLAGS)
@@ -136,8 +137,14 @@ class TlsSocket(socket.socket):
     def recv(self, size: int, flags: int = 0) -> bytes:
         while True:
             self.fetch(size, flags)
+            if self._arrived:
+                self._drained = len(self._arrived[0]) < size
             with suppress(BlockingIOError):  # of a record only a part has arrived
                 return self.decrypt(size)
+
+    def drained(self) -> bool:
+        """Return whether the last `recv` has left nothing, buffered or in the kernel."""
+        return self._drained and not self.buffered()
 
     def buffered(self) -> bool:
         """Return whether there may be plaintext to `recv` without further ciphertext."""

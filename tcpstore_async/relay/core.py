@@ -21,6 +21,7 @@ from typing import Final
 from ..base.addresses import format_address
 from ..base.errors import ProtocolError
 from ..base.limits import Limits
+from ..client.tls import TlsSocket
 from ..links.link_client import ClientLink, Stream
 from ..links.work import ignore
 from ..server.accepting import Acceptor
@@ -670,8 +671,9 @@ class Relay:
                 return
             if not self._take(chunk):
                 return
-            if len(chunk) < _UPSTREAM_READ and not self._upstream_ended and type(peer) is socket.socket:
-                break  # the kernel has no more; with TLS, only an error says so
+            drained = peer.drained() if isinstance(peer, TlsSocket) else len(chunk) < _UPSTREAM_READ
+            if drained and not self._upstream_ended:
+                break
         else:
             self.loop.call_soon(self._read_on, fd)
         if self._to_read:
