@@ -18,7 +18,7 @@ class Usage:
         self.keys: int = 0
         self.bytes: int = 0
         self.guards: int = 0
-        """Of how many stores a guard counts here."""
+        """Number of stores with a guard that counts here."""
         self.command: str = ""
         """The name of the command that is running, for the refusal."""
         self.nameless = Account(self)
@@ -45,7 +45,7 @@ class Usage:
 
 
 class Account:
-    """What they have stored in one store."""
+    """What the holders of one token have stored in one store."""
 
     def __init__(self, usage: Usage) -> None:
         self.usage = usage

@@ -4,8 +4,8 @@ A connection that sends MEET represents an agent, and waits until `Rounds` has a
 its connections is removed at once. This module connects waiters with the rounds that they take part in, and answers
 many of them in portions. It does not know what makes a round complete.
 
-Invariants: a parked waiter is answered once. Nothing is kept for a waiter that is parked but its agent, and for an
-agent that has gone but its name, which `Rounds` counts, or `Ended` if it belongs to a job that ended successfully.
+Invariants: a parked waiter is answered once. All that is kept for a parked waiter is its agent; all that is kept for an
+agent that has gone is its name, which `Rounds` counts, or `Ended` if its job ended successfully.
 """
 
 from collections import OrderedDict

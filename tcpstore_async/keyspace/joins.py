@@ -118,7 +118,7 @@ class JoinRegistry(AgentRegistry):
     # Called by the keyspace
 
     def lose(self, waiter: Waiter, key: bytes, token: bytes) -> None:
-        """A waiter that represents a rank has left."""
+        """Forget a waiter that represents a rank, and has left."""
         waiter.joined = None
         joins = self.joins.get(key)
         if joins is not None:

@@ -97,7 +97,7 @@ class LinkRegistry(LinkWork):
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
-        access = self.store.hub.auth.granted.get(carrier)
+        access = self.store.hub.auth.access_of(carrier)
         seat = ("" if access is None else access.identity, place)
         other = self.places.get(seat)
         if other is not None:

@@ -73,6 +73,11 @@ class Auth:
         session.grant_access(found)
         return pack(auth_reply(found, session.refused_before()))
 
+    def access_of(self, session: Peer) -> Access | None:
+        """Return what the token of a session allows; None if it has none, or may do everything."""
+        granted = self.granted
+        return granted.get(session) if granted else None
+
     def must_authenticate(self, session: Peer) -> bool:
         """Return whether a session may do nothing yet."""
         if not self.require_auth or session in self.granted or session.shares_connection():
@@ -92,7 +97,7 @@ class Auth:
 
     def usage_of(self, session: Peer) -> TokenUsage | None:
         """Return what is counted for the token of a session, if that is limited."""
-        access = self.granted.get(session) if self.granted else None
+        access = self.access_of(session)
         return None if access is None else self.usage.get(access.identity)
 
     def forget_unused(self, usage: TokenUsage) -> None:
@@ -122,7 +127,7 @@ class Guards:
                 self.auth.usage[access.identity].sessions.add(session)
 
     def expect(self, access: Access, ended: str) -> None:
-        """A session with this token, which is no longer valid if `ended` says why, is about to come from another store.
+        """Expect a session of this token from another store; `ended` says why the token is not valid any more, or "".
 
         To be called before it leaves that one, so that what is counted for the token is not forgotten in between.
         """
@@ -157,14 +162,13 @@ class Guards:
 
     def why_ended(self, session: Peer) -> str:
         """Return why the token of a session is no longer valid; empty if it is, or has none."""
-        access = self.auth.granted.get(session)
+        access = self.auth.access_of(session)
         found = None if access is None else self._guarded.get(access)
         return "" if found is None else found[0].ended
 
     def account_of(self, session: Peer) -> Account | None:
         """Return what is counted in this store for the token of a session, if that is limited."""
-        granted = self.auth.granted
-        access = granted.get(session) if granted else None
+        access = self.auth.access_of(session)
         found = None if access is None else self._guarded.get(access)
         return None if found is None else found[0].account
 

@@ -73,7 +73,7 @@ class KeyListCache:
     def count_reply(self, listed: KeyList) -> None:
         """Count a reply that is to be kept, or drop it if it does not fit.
 
-        Its bytes stay counted as long as the list, for the next reply.
+        Its bytes stay counted while the list is kept: the next reply will need them.
         """
         growth = listed.longest_reply - listed.counted_reply
         if self._make_room(growth, listed):

@@ -1,14 +1,14 @@
 """Stores with names: who owns each, who is in it, who waits for it, and how it ends.
 
 A session begins in the store without a name; ENTER puts it into another one, for good. The owner's ENTER creates that;
-others wait until there is one. A store whose owner means any address of its host has those beside its name: who finds
-no store under a name says which addresses that name may stand for. Clients that cannot send ENTER come by a port that
-the server has for their store. This module must not know how bytes travel, what the stores hold, what an address is, or
-what time it is.
+others wait until there is one. If the owner meant any address of its host, the store is known by these too: a client
+that finds no store of a name says which addresses that name may stand for. Clients that cannot send ENTER connect to a
+port that the server has for their store. This module must not know how bytes travel, what the stores hold, what an
+address is, or what time it is.
 
-Invariants: a name is that of one store at a time. A store is there as long as an owner of it is: when the last one has
-left, nobody enters any more, and the next store of that name starts empty. A session that knows in which incarnation it
-was enters no other one. What ends with a store is closed and freed in portions.
+Invariants: one store at a time has a name. A store exists while one of its owners is connected: when the last one has
+left, no session enters any more, and the next store of that name starts empty. A session that names the incarnation in
+which it was enters no other one. What ends with a store is closed and freed in portions.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ PORT_BYTES: Final = 4 * 1024
 """Bytes counted for a store's port."""
 
 _MOST_HOSTS: Final = 4
-"""Under so many spellings of the server's host is a store's port known as a name, besides the host in its own name."""
+"""How many spellings of the server's host, besides the one in its own name, may name a store by its port."""
 
 ENTRY_BYTES: Final = 1024
 """Bytes counted for a session that waits for a store, besides the name."""
@@ -78,7 +78,7 @@ _REMEMBERED: Final = 1024
 """Stores that have ended of which it is remembered why."""
 
 _LETTING_IN: Final = 8
-"""A session is let in in the time in which so many keys are handled."""
+"""Admitting a session costs as much as handling this many keys."""
 
 _MANY: Final = 1000
 """Keys from which on they are freed in portions."""
@@ -427,7 +427,7 @@ class NamedStores:
     def _absent(self, entry: Entry) -> Framed:
         """Return the reply to a session that does not wait and whose store does not exist."""
         others = self.of_port.get(_port(entry.name), {})
-        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
+        access = self.unnamed.hub.auth.access_of(entry.session)
         shown = (
             ()
             if access is not None and access.store
@@ -477,7 +477,7 @@ class NamedStores:
         An address at which there are several stores says nothing: that of a bridge, say, which every host has.
         """
         names = {store.name for address in self._telling(entry.addresses) for store in self.addresses[address]}
-        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
+        access = self.unnamed.hub.auth.access_of(entry.session)
         return "" if len(names) != 1 or (access is not None and access.store) else names.pop()
 
     def _telling(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -508,7 +508,7 @@ class NamedStores:
 
     def _refusal(self, entry: Entry) -> str:
         """Return why a session's token does not allow that."""
-        access = self.unnamed.hub.auth.granted.get(entry.session) if self.unnamed.hub.auth.granted else None
+        access = self.unnamed.hub.auth.access_of(entry.session)
         if access is None:
             return ""
         if access.store and access.store != entry.name:
@@ -546,7 +546,7 @@ class NamedStores:
         return store
 
     def _let_in(self, queues: dict[str, OrderedDict[ServerSession, Entry]], keys: tuple[str, ...]) -> None:
-        """Have those answered, in portions, who wait for one of these."""
+        """Answer, in portions, the sessions that wait for one of these names."""
         for key in keys:
             waiting = queues.pop(key, None)
             if waiting is not None:
@@ -627,7 +627,7 @@ class NamedStores:
         _remove(self.of_port, _port(store.name), store)
         for address in store.addresses:
             _remove(self.addresses, address, store)
-        # Who waits because two stores came into question.
+        # Sessions that wait because two stores came into question.
         self._let_in(self.seeking, tuple(one for one in store.addresses if len(self.addresses.get(one, ())) < 2))
         self.ending[store] = True
         self.ended[store.incarnation] = store.name, why

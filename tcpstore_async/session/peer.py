@@ -78,7 +78,7 @@ class Peer(Holder):
         raise NotImplementedError
 
     def grant_access(self, access: Access | None) -> None:
-        """The peer has authenticated, by a token with this access, or by a certificate, which allows everything."""
+        """Allow what the peer's token allows, or everything if it has authenticated by a certificate."""
         raise NotImplementedError
 
     def why_ended(self) -> str:

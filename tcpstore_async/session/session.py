@@ -51,8 +51,7 @@ class Session(Peer):
         address = format_address(self.host, self.port)
         known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
         known.update(self.peer)
-        granted = self.store.hub.auth.granted
-        access = granted.get(self) if granted else None
+        access = self.store.hub.auth.access_of(self)
         if access is not None:
             known["token"] = access.identity
         return f"{address} ({', '.join(f'{name} {text}' for name, text in known.items())})" if known else address

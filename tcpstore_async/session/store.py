@@ -30,7 +30,7 @@ PORTION: Final = 1000
 """Keys, or waiters, of a command that are handled in one step: half a millisecond at most, compiled."""
 
 _CLOSING: Final = 16
-"""A session is closed in the time in which so many keys are handled."""
+"""Closing a session costs as much as handling this many keys."""
 
 _MAX_TOKEN: Final = PREFIX + 64
 """Bytes of the token of a rank that joins, framed."""

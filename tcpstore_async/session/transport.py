@@ -34,7 +34,7 @@ class Transport(Owner):
         self.close()
 
     def leave(self, broken: bool) -> None:
-        """The connection has ended. If it is broken and there is a single link, that keeps the session."""
+        """End the session with its connection, unless that is broken and a single link keeps the session."""
         link = self.single
         if link is not None and broken and not link.over:
             link.detach()
