@@ -452,10 +452,13 @@ class SyncConnection:
         try:
             if not socket.socket.recv(self.peer, 1, _PEEK):  # of TLS, what would be decrypted
                 return ConnectionError(LOST)
+            error = self.peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # hidden by what has not been read
         except BlockingIOError:
             return None
-        except OSError as error:
-            return error
+        except OSError as failure:
+            return failure
+        if error:
+            return OSError(error, os.strerror(error))
         return ConnectionError(LOST) if self.hung_up() else None
 
     # Reading
