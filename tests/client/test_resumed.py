@@ -1018,3 +1018,52 @@ def test_an_idle_connection_with_an_unread_reply_is_reset(port: int, call: Calla
         until(functools.partial(_is_replaced, store, before))
         assert store.get("k") == b"v"
         store.delete_key("k")
+
+
+def test_a_pop_that_times_out_while_its_connection_is_down_takes_no_item(port: int) -> None:
+    """Nobody calls the store again: what its idle connection is resumed with says that the pop was given up."""
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        store.set_timeout(1.0)
+        pop = threads.submit(store.queue_pop, "given up")
+        connection = _connection(store)
+        until(lambda: connection.parked)
+        other.queue_len("given up")  # the pop has arrived
+        proxy.target = 1  # nobody is there: the proxy closes what it accepts
+        assert proxy.reset() == 1
+        with pytest.raises(StoreTimeoutError):
+            pop.result(LIMIT)
+        assert connection.down is not None
+        proxy.target = port
+        until(lambda: connection.down is None)
+        other.queue_push("given up", "item")
+        assert other.queue_pop("given up") == b"item"
+
+
+def test_a_pop_whose_connection_breaks_when_it_is_given_up_takes_no_item(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+    ):
+        cancel = SyncConnection.cancel
+
+        def break_and_cancel(connection: SyncConnection) -> None:
+            if connection.session.waiting is not None:
+                proxy.reset()
+                until(connection.hung_up)
+            cancel(connection)
+
+        monkeypatch.setattr(SyncConnection, "cancel", break_and_cancel)
+        store.set_timeout(0.5)
+        with pytest.raises(StoreTimeoutError):
+            store.queue_pop("given up")
+        until(lambda: _connection(store).down is None)
+        other.queue_push("given up", "item")
+        assert other.queue_pop("given up") == b"item"
