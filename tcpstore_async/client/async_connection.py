@@ -37,7 +37,8 @@ class AsyncConnection(asyncio.Protocol):
         session: ClientSession,
         on_lost: Callable[["AsyncConnection", DistNetworkError], None],
         on_free: Callable[["AsyncConnection"], None],
-        reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
+        reach: Callable[[ClientSingleLink, Deadline, Callable[[], bool]], Awaitable[tuple[socket.socket, bytes]]]
+        | None = None,
         lost_error: Callable[[str], Awaitable[DistNetworkError]] | None = None,
     ) -> None:
         """`reach` reconnects a link; it returns the connection, and the reply to LINK on it.
@@ -306,7 +307,7 @@ class AsyncConnection(asyncio.Protocol):
         """Replace the broken connection, and send again what the server has not received."""
         assert self._reach is not None
         try:
-            peer, reply = await self._reach(link, Deadline(link.grace))
+            peer, reply = await self._reach(link, Deadline(link.grace), lambda: not self._is_over())
             reset_when_closed(peer, False)  # if this task is cancelled, an orderly end has the server end the session
             if self._is_over():  # before Python 3.12, `wait_for` may swallow the cancellation by `close`
                 peer.close()

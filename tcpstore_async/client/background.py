@@ -243,6 +243,11 @@ def running() -> BackgroundLoop | None:
     return _loop
 
 
+def exiting() -> bool:
+    """Return whether the interpreter exits."""
+    return _ended
+
+
 def is_running_here() -> bool:
     """Return whether this is the loop's thread, which must not wait."""
     loop = _loop

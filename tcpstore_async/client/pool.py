@@ -522,7 +522,8 @@ class Pool:
         if connection.down is None:
             connection.mark_down(error)
         connection.user = LOOP
-        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection)
+        wanted = lambda: not (self._lost or background.exiting())  # noqa: E731
+        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection, wanted)
         background.spawn(resuming, functools.partial(self._resumed, connection))
         return True
 

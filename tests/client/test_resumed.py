@@ -485,6 +485,26 @@ def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
         assert program.returncode == 0
 
 
+@pytest.mark.unmeasured
+def test_a_store_forks_while_its_connection_is_replaced(port: int) -> None:
+    """The server has resumed the session on a connection that the fork gives up: to the server, that is a break."""
+    with (
+        resetter(port) as proxy,
+        subprocess.Popen(
+            [sys.executable, "-c", _FORKS, str(proxy.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program,
+    ):
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        proxy.mutes = True
+        proxy._replied.clear()
+        proxy.reset()
+        until(lambda: max([*proxy._replied.values(), 0]) > _PING_BYTES)  # the reply to LINK has been dropped
+        proxy.mutes = False
+        program.communicate("\n", timeout=LIMIT)
+        assert program.returncode == 0
+
+
 def test_the_async_client(port: int) -> None:
     async def main(proxy: Resetter) -> None:
         async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
@@ -927,9 +947,9 @@ def test_an_async_client_that_closes_while_it_resumes_leaves_no_connection(port:
         reach, begun, resumed = connection._reach, asyncio.Event(), asyncio.Event()
         assert reach is not None
 
-        async def reach_although_canceled(link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        async def reach_although_canceled(*args: Any) -> tuple[socket.socket, bytes]:
             begun.set()
-            going = asyncio.ensure_future(reach(link, deadline))
+            going = asyncio.ensure_future(reach(*args))
             while not going.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([going])
