@@ -176,9 +176,9 @@ class Pool:
                     other.await_writes(deadline)
             while connection is None:
                 if not self._watched and self.forming:
-                    background.defer(self._watch)
+                    background.defer(self.watch)
                 elif not self._watched and not self.joining:
-                    background.call_uninterrupted(self._watch)
+                    background.call_uninterrupted(self.watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before `_free`: a thread that releases one must see the ticket
                     if not behind:
@@ -461,7 +461,7 @@ class Pool:
 
     # Background loop
 
-    def _watch(self) -> bool:
+    def watch(self) -> bool:
         """Hand new connections to the background loop, unless the store is lost; return False to try again.
 
         Called by `background.call_uninterrupted` or `defer`. It must not wait for the lock: an interrupted call may
