@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
 import os
 import random
 import select
@@ -1087,3 +1088,75 @@ def test_a_pop_whose_connection_breaks_when_it_is_given_up_takes_no_item(
         until(lambda: _connection(store).down is None)
         other.queue_push("given up", "item")
         assert other.queue_pop("given up") == b"item"
+
+
+@pytest.mark.parametrize("linked_to", [False, True], ids=["connecting", "LINK sent"])
+def test_an_async_client_whose_tasks_are_all_canceled_while_it_resumes(port: int, linked_to: bool) -> None:
+    async def main(proxy: Resetter) -> None:
+        async with linked(proxy.port) as (store, connection, _):
+            await store.set("canceled", "v")
+            assert await store.get("canceled") == b"v"
+            if linked_to:
+                proxy.mutes = True  # LINK arrives, and its reply does not
+            else:
+                proxy.target = 1  # nobody is there: the proxy closes what it accepts
+            proxy._replied.clear()
+            proxy.reset()
+            while connection._resuming is None or (linked_to and max([*proxy._replied.values(), 0]) <= _PING_BYTES):
+                await asyncio.sleep(0)
+            resuming = connection._resuming
+            while not resuming.done():  # before Python 3.12, `wait_for` may swallow a cancellation
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+                await asyncio.sleep(0)
+            assert resuming.cancelled()
+            proxy.mutes = False
+            proxy.target = port
+            assert await store.get("canceled") == b"v"
+            assert await store.delete_key("canceled")
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_an_async_client_that_is_left_open_while_it_resumes_leaves_no_task(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(proxy: Resetter) -> AsyncTCPStore:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        (connection,) = store._connections
+        proxy.target = 1
+        proxy.reset()
+        while connection._resuming is None:
+            await asyncio.sleep(0)
+        return store
+
+    with resetter(port) as proxy:
+        store = asyncio.run(main(proxy))
+        with pytest.warns(ResourceWarning, match="was not closed"):  # noqa: PT031
+            del store
+            gc.collect()
+    assert not caplog.records
+
+
+async def test_a_reason_that_nobody_waits_for_any_more() -> None:
+    """The task that asks for it is canceled, with all others: the connection is lost all the same."""
+    begun = asyncio.Event()
+
+    async def ask(_: str) -> DistNetworkError:
+        begun.set()
+        await asyncio.sleep(LIMIT)
+        raise AssertionError
+
+    def ignored(*_: object) -> None: ...
+
+    connection = AsyncConnection(ClientSession(), ignored, ignored, lost_error=ask)
+    connection.transport = Mock(get_extra_info=lambda _: None)
+    _, future = connection.call(*NO_KEY)
+    connection.connection_lost(None)
+    await begun.wait()
+    assert connection._resuming is not None
+    connection._resuming.cancel()
+    with pytest.raises(DistNetworkError, match="Failed to recv"):
+        await asyncio.wait_for(future, LIMIT)
