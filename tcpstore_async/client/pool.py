@@ -15,7 +15,6 @@ Invariants:
 import asyncio
 import functools
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from ..base.locks import RLock
 from ..links.single_client import is_break
 from ..session.identity import Identity
 from . import background, requests
-from .connect import Cancelled, connect_blocking, why_lost
+from .connect import Cancelled, connect_blocking, leave_to_parent, why_lost
 from .last_byte import describe_silence
 from .requests import Request
 from .resume import resume_idle
@@ -127,10 +126,7 @@ class Pool:
         me = get_ident()
         for connection in [*self._connections, *self._probes]:
             connection.inherited = True
-            if connection.user == me:
-                _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses this one
-            else:
-                socket.socket.close(connection.peer)  # not `close`, which with TLS says something to the server
+            leave_to_parent(connection.peer, connection.user == me)
         if self.name is not None:
             self.name = self.name.of_a_guest()
         self._start([])
@@ -552,11 +548,3 @@ def _shut(connection: SyncConnection) -> None:
         pass  # not connected any more
     if not connection.user:
         connection.peer.close()
-
-
-def _replace(peer: socket.socket) -> None:
-    """Replace a connection with one at its end, so that a read under way returns the end and nothing else."""
-    ended, other = socket.socketpair()
-    other.close()
-    os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
-    ended.close()
