@@ -1016,13 +1016,13 @@ def test_what_was_taken_before_the_link_is_not_counted_as_its_replies(port: int)
         connection._read.clear()
 
 
-def _has_unread(store: TCPStore) -> bool:
+def _has_late_reply(store: TCPStore) -> bool:
     peer = _connection(store).peer
     return bool(select.select([peer], [], [], 0)[0]) and peer.recv(1, socket.MSG_PEEK) != b""
 
 
 @pytest.mark.parametrize("call", [lambda store: store.queue_pop("none"), lambda store: store.add("late", 1)])
-def test_an_idle_connection_with_an_unread_reply_is_reset(port: int, call: Callable[[TCPStore], object]) -> None:
+def test_an_idle_connection_with_a_late_reply_is_reset(port: int, call: Callable[[TCPStore], object]) -> None:
     """The reply to a call that timed out hides the error of the reset."""
     with resetter(port) as proxy, opened(proxy.port) as store:
         store.set("k", "v")
@@ -1033,7 +1033,7 @@ def test_an_idle_connection_with_an_unread_reply_is_reset(port: int, call: Calla
         with pytest.raises(StoreTimeoutError):
             call(store)
         proxy.holds = False
-        until(functools.partial(_has_unread, store))
+        until(functools.partial(_has_late_reply, store))
         store.set_timeout(LIMIT)
         assert proxy.reset() == 1
         until(functools.partial(_is_replaced, store, before))
