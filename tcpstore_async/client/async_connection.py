@@ -12,9 +12,9 @@ import asyncio
 import functools
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from copy import copy
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from ..base.deadline import MIN_ROUND_TRIP, Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
@@ -28,6 +28,9 @@ from .requests import VALUE_BYTES, Request, confirm, give_back, lost_during, siz
 from .sync_connection import reset_when_closed
 from .tls import serve
 
+_AGAIN_SECONDS: Final = 0.05
+"""Seconds until a connection whose task was cancelled is resumed. Not at once: the loop may be about to end."""
+
 
 class AsyncConnection(asyncio.Protocol):
     """A connection that sends the requests of one iteration of the loop together."""
@@ -37,7 +40,8 @@ class AsyncConnection(asyncio.Protocol):
         session: ClientSession,
         on_lost: Callable[["AsyncConnection", DistNetworkError], None],
         on_free: Callable[["AsyncConnection"], None],
-        reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
+        reach: Callable[[ClientSingleLink, Deadline, Callable[[], bool]], Awaitable[tuple[socket.socket, bytes]]]
+        | None = None,
         lost_error: Callable[[str], Awaitable[DistNetworkError]] | None = None,
     ) -> None:
         """`reach` reconnects a link; it returns the connection, and the reply to LINK on it.
@@ -228,9 +232,7 @@ class AsyncConnection(asyncio.Protocol):
             self._silence = describe_silence(self.transport.get_extra_info("socket"))
         if self.link is not None and is_break(error) and not self._closing and self.lost is None:
             self._held = True
-            self._resuming = self._loop.create_task(
-                self._resume(self.link, LOST if error is None else reason_of(error))
-            )
+            self._start_resuming(self.link, Deadline(self.link.grace), LOST if error is None else reason_of(error))
             return
         self.is_broken = is_break(error)
         reason = (LOST if error is None else reason_of(error)) + size_hint(self._longest)
@@ -239,7 +241,8 @@ class AsyncConnection(asyncio.Protocol):
             self._fail(DistNetworkError(reason + idle))
         else:
             self._held = True
-            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle))
+            lost = DistNetworkError(reason + idle)
+            self._run(self._fail_with_reason(reason + idle), functools.partial(self._fail, lost))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -302,12 +305,22 @@ class AsyncConnection(asyncio.Protocol):
         if data:
             self._write(data)
 
-    async def _resume(self, link: ClientSingleLink, reason: str) -> None:
+    def _start_resuming(self, link: ClientSingleLink, deadline: Deadline, reason: str) -> None:
+        if not self._is_over():
+            again = functools.partial(self._start_resuming, link, deadline, reason)
+            self._run(self._resume(link, deadline, reason), lambda: self._loop.call_later(_AGAIN_SECONDS, again))
+
+    def _run(self, work: Coroutine[Any, Any, None], on_cancel: Callable[[], object]) -> None:
+        """Run the task for a lost connection. Others than `close` may cancel it, with all tasks of the loop."""
+        self._resuming = self._loop.create_task(work)
+        self._resuming.add_done_callback(lambda task: on_cancel() if task.cancelled() else None)
+
+    async def _resume(self, link: ClientSingleLink, deadline: Deadline, reason: str) -> None:
         """Replace the broken connection, and send again what the server has not received."""
         assert self._reach is not None
         try:
-            peer, reply = await self._reach(link, Deadline(link.grace))
-            reset_when_closed(peer, False)  # if this task is cancelled, an orderly end has the server end the session
+            peer, reply = await self._reach(link, deadline, lambda: not self._is_over())
+            reset_when_closed(peer, False)
             if self._is_over():  # before Python 3.12, `wait_for` may swallow the cancellation by `close`
                 peer.close()
                 return
@@ -321,8 +334,10 @@ class AsyncConnection(asyncio.Protocol):
                 return
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
-            await self._fail_with_reason(f"{reason}; {reason_of(error)}" + size_hint(self._longest))
-            self.transport.abort()
+            try:
+                await self._fail_with_reason(f"{reason}; {reason_of(error)}" + size_hint(self._longest))
+            finally:
+                self.transport.abort()
             return
         self._resuming = None
         self._held = False

@@ -16,7 +16,8 @@ Invariants:
 * The loop's thread never blocks: if a lock is taken, it tries again later. Stopping it therefore takes little time,
   even for a signal handler in the middle of a call.
 * The thread does not exist while the process forks: Python does not warn about it, and the child inherits none of its
-  descriptors. The loop starts again with the next call of a store, in the parent and in the child.
+  descriptors. The loop starts again with the next call of a store, in the parent and in the child; in the parent at
+  the latest a little later, because a store may be idle for longer than its session is kept.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
 * Nothing starts, stops or extends the loop in the main thread, where a signal handler may raise between any two
   bytecodes and leak a thread or a descriptor, or leave a store unwatched (`call_uninterrupted`, `defer`).
@@ -59,14 +60,18 @@ _BATCH: Final = 1024
 
 
 class Client(Protocol):
-    """The pool of one store. The module calls both methods from any thread."""
+    """The pool of one store. The module calls its methods from any thread."""
 
     def check_idle(self) -> bool:
         """Detect the loss of idle connections, without waiting. Return False to be called again soon."""
         ...
 
     def unwatched(self) -> None:
-        """Call `watch` with the next call, because the loop has stopped."""
+        """Have the next call call `watch`, because the loop has stopped."""
+        ...
+
+    def watch(self) -> bool:
+        """Hand the connections to a loop by the module's `watch`, without waiting. Return False to be called again."""
         ...
 
 
@@ -243,6 +248,11 @@ def running() -> BackgroundLoop | None:
     return _loop
 
 
+def exiting() -> bool:
+    """Return whether the interpreter exits."""
+    return _ended
+
+
 def is_running_here() -> bool:
     """Return whether this is the loop's thread, which must not wait."""
     loop = _loop
@@ -309,15 +319,17 @@ class _DeferredCalls:
                 _thread.start_new_thread(self._run, (ended, native))
                 self._threads = [one for one in self._threads if one[0].locked()] + [(ended, native)]
 
-    def end(self) -> None:
-        """Drop all calls, and wait for the end of the threads, within a limit."""
+    def end(self) -> set[Callable[[], bool]]:
+        """Drop all calls, and wait for the end of the threads, within a limit; return the functions."""
         self.refuses = True
+        dropped = self._due.copy()
         self._due.clear()
         self._hurry.put(None)
         for ended, native in self._threads:
             if ended.acquire(timeout=_STOP_SECONDS):
                 ended.release()
                 _await_exit(native[0])
+        return dropped
 
     def _run(self, ended: _thread.LockType, native: list[int]) -> None:
         native.append(threading.get_native_id())
@@ -352,7 +364,7 @@ def defer(function: Callable[[], bool]) -> None:
     """Call a function a little later, until it returns True, where no signal handler can interrupt it.
 
     It may be deferred again until then. The function must not wait for a lock. A fork, like the exit of the process,
-    waits for a call in progress and drops the function.
+    waits for a call in progress and drops the function, which the parent process then defers again.
     """
     try:
         _deferred.add(function)
@@ -505,12 +517,17 @@ def _started() -> BackgroundLoop | None:
 def _stop() -> bool:
     """Stop the loop although it has clients. Return whether `_changing` is held now, so that none is started."""
     global _loop
-    _deferred.end()
+    _dropped.update(_deferred.end())
     held = _changing.acquire(timeout=_STOP_SECONDS)
     _loop = None
     for loop in list(_alive):
+        _dropped.update([client.watch for client in list(loop.clients)])
         loop.stop()
     return held
+
+
+_dropped: Final[set[Callable[[], bool]]] = set()
+"""What the parent process of a fork defers again: calls that were due, and the watch over the loop's clients."""
 
 
 _held: Final[list[bool]] = []
@@ -532,6 +549,8 @@ def _after_fork_in_parent() -> None:
         if _services and not _ended:  # they go on without a call of a store
             _started()
         _changing.release()
+    while _dropped:
+        defer(_dropped.pop())
 
 
 def _after_fork_in_child() -> None:
@@ -539,6 +558,7 @@ def _after_fork_in_child() -> None:
     _changing = threading.Lock()
     _deferred = _DeferredCalls()
     _held.clear()
+    _dropped.clear()
     _services.clear()
     _inherited.extend(_alive)
     _alive.clear()

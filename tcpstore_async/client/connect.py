@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from copy import copy
@@ -78,6 +79,9 @@ _HELLO_REPLY: Final = 4
 
 _REPLY: Final = 4096
 """Bytes to read at most from then on."""
+
+_opened: Final["weakref.WeakKeyDictionary[socket.socket, int]"] = weakref.WeakKeyDictionary()
+"""Sockets that threads have opened, also those that nothing else knows yet, and the threads."""
 
 AddressInfo = tuple[Any, Any, int, str, Any]
 
@@ -444,6 +448,7 @@ def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[so
         if tries.tls is not None:
             keep_alive(peer)
             peer = exchanges.run(perform, encrypted(peer, tries.tls, tries.host))
+            _opened[peer] = threading.get_ident()
         session = exchanges.run(perform, _open_session(peer, tries, asks))
         peer.settimeout(None)
         return peer, session
@@ -454,6 +459,7 @@ def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[so
 
 def _connect_to(address: AddressInfo, attempt: Attempt) -> socket.socket:
     peer = socket.socket(address[0], address[1])
+    _opened[peer] = threading.get_ident()
     try:
         peer.setblocking(False)
         error = peer.connect_ex(address[4])
@@ -508,6 +514,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socke
         raise
     if failed:
         raise failed.pop()
+    _opened[found[0]] = threading.get_ident()
     return found[0]
 
 
@@ -522,6 +529,31 @@ def _look_up_in_a_helper(host: str, attempt: Attempt) -> list[str]:
 def _close_all(peers: list[socket.socket]) -> None:
     while peers:
         peers.pop().close()
+
+
+# In a forked child
+
+
+def leave_to_parent(peer: socket.socket, mine: bool) -> None:
+    """Close a copy of a connection; with `mine`, a call of this thread goes on with it, and finds its end.
+
+    A copy would hide from the server that the parent has closed the connection.
+    """
+    _opened.pop(peer, None)
+    if mine and peer.fileno() >= 0:  # a signal handler has forked
+        ended, other = socket.socketpair()
+        other.close()
+        os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
+        ended.close()
+    else:
+        socket.socket.close(peer)  # not `close`, which with TLS says something to the server
+
+
+def leave_rest_to_parent() -> None:
+    """Do the same with connections that other threads, or an interrupted call, were opening or resuming."""
+    me = threading.get_ident()
+    for peer, user in list(_opened.items()):
+        leave_to_parent(peer, user == me)
 
 
 # Shared by both

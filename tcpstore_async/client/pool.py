@@ -15,7 +15,6 @@ Invariants:
 import asyncio
 import functools
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from ..base.locks import RLock
 from ..links.single_client import is_break
 from ..session.identity import Identity
 from . import background, requests
-from .connect import Cancelled, connect_blocking, why_lost
+from .connect import Cancelled, connect_blocking, leave_to_parent, why_lost
 from .last_byte import describe_silence
 from .requests import Request
 from .resume import resume_idle
@@ -127,10 +126,7 @@ class Pool:
         me = get_ident()
         for connection in [*self._connections, *self._probes]:
             connection.inherited = True
-            if connection.user == me:
-                _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses this one
-            else:
-                socket.socket.close(connection.peer)  # not `close`, which with TLS says something to the server
+            leave_to_parent(connection.peer, connection.user == me)
         if self.name is not None:
             self.name = self.name.of_a_guest()
         self._start([])
@@ -176,9 +172,9 @@ class Pool:
                     other.await_writes(deadline)
             while connection is None:
                 if not self._watched and self.forming:
-                    background.defer(self._watch)
+                    background.defer(self.watch)
                 elif not self._watched and not self.joining:
-                    background.call_uninterrupted(self._watch)
+                    background.call_uninterrupted(self.watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before `_free`: a thread that releases one must see the ticket
                     if not behind:
@@ -461,7 +457,7 @@ class Pool:
 
     # Background loop
 
-    def _watch(self) -> bool:
+    def watch(self) -> bool:
         """Hand new connections to the background loop, unless the store is lost; return False to try again.
 
         Called by `background.call_uninterrupted` or `defer`. It must not wait for the lock: an interrupted call may
@@ -522,7 +518,8 @@ class Pool:
         if connection.down is None:
             connection.mark_down(error)
         connection.user = LOOP
-        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection)
+        wanted = lambda: not (self._lost or background.exiting())  # noqa: E731
+        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection, wanted)
         background.spawn(resuming, functools.partial(self._resumed, connection))
         return True
 
@@ -551,11 +548,3 @@ def _shut(connection: SyncConnection) -> None:
         pass  # not connected any more
     if not connection.user:
         connection.peer.close()
-
-
-def _replace(peer: socket.socket) -> None:
-    """Replace a connection with one at its end, so that a read under way returns the end and nothing else."""
-    ended, other = socket.socketpair()
-    other.close()
-    os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
-    ended.close()

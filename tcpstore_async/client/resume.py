@@ -20,7 +20,7 @@ from ..links.single_client import ClientSingleLink, is_break
 from ..wire.commands import BY_METHOD
 from ..wire.values import PREFIX
 from . import exchanges
-from .connect import NO_SIGPIPE, Attempt, Cancelled, connect, connect_blocking, transfer
+from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking, transfer
 from .sync_connection import SyncConnection, reset_when_closed
 
 _LONGEST_REPLY: Final = 64 * 1024
@@ -57,13 +57,19 @@ def resume_blocking(
             return peer.sendall(step, NO_SIGPIPE)
         return time.sleep(step) if isinstance(step, float) else attempt.receive(peer, step)
 
-    return exchanges.run(perform, _resuming(link, deadline))
+    return exchanges.run(perform, _resuming(link, deadline, wanted))
 
 
 async def resume(
-    host: str, port: int, token: bytes, tls: TlsFiles | None, link: ClientSingleLink, deadline: Deadline
+    host: str,
+    port: int,
+    token: bytes,
+    tls: TlsFiles | None,
+    link: ClientSingleLink,
+    deadline: Deadline,
+    wanted: Callable[[], bool],
 ) -> tuple[socket.socket, bytes]:
-    """Resume as `resume_blocking` does, on an event loop."""
+    """Resume as `resume_blocking` does, on an event loop. If this is cancelled, `wanted` tells whether for good."""
     peer: socket.socket
 
     async def perform(step: _Step) -> Any:
@@ -75,10 +81,12 @@ async def resume(
             return await asyncio.sleep(step)
         return await asyncio.wait_for(transfer(peer, step), deadline.left())
 
-    return await exchanges.run_async(perform, _resuming(link, deadline))
+    return await exchanges.run_async(perform, _resuming(link, deadline, wanted))
 
 
-def _resuming(link: ClientSingleLink, deadline: Deadline) -> Generator[_Step, Any, tuple[socket.socket, bytes]]:
+def _resuming(
+    link: ClientSingleLink, deadline: Deadline, wanted: Callable[[], bool]
+) -> Generator[_Step, Any, tuple[socket.socket, bytes]]:
     """Connect and resume the link, repeatedly until the deadline. Yields steps, which are sent their results."""
     command = BY_METHOD["link"]
     attempts = 0
@@ -101,10 +109,9 @@ def _resuming(link: ClientSingleLink, deadline: Deadline) -> Generator[_Step, An
                 raise  # refused
             peer.close()
             pause = _pause(attempts, deadline, error)
-        except BaseException as error:
+        except BaseException:
             if peer is not None:
-                if isinstance(error, (Cancelled, asyncio.CancelledError)):
-                    reset_when_closed(peer, False)  # the store is being closed: have the server end the session at once
+                reset_when_closed(peer, wanted())  # of a store that is being closed, the session ends at once
                 peer.close()
             raise
         yield pause
@@ -119,15 +126,18 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
     return wait if left is None else min(wait, left)
 
 
-async def resume_idle(host: str, port: int, token: bytes, tls: TlsFiles | None, connection: SyncConnection) -> None:
+async def resume_idle(
+    host: str, port: int, token: bytes, tls: TlsFiles | None, connection: SyncConnection, wanted: Callable[[], bool]
+) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
+    If this is cancelled while the store is still `wanted`, as by a fork, the session goes on.
     Raises OSError, ProtocolError or DistNetworkError if it cannot be replaced.
     """
     link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
     while True:
-        peer, reply = await resume(host, port, token, tls, link, deadline)
+        peer, reply = await resume(host, port, token, tls, link, deadline, wanted)
         with peer:
             try:
                 rest = link.resume(reply)

@@ -327,17 +327,14 @@ class SyncConnection:
     def cancel(self) -> None:
         """Cancel its blocking call, if any, without waiting for the reply. May be called again."""
         call = self.session.waiting
-        if call is None or call.canceled or self.broken or self.down is not None:
+        if call is None or call.canceled or self.broken:
             return
         data = self.session.prepare_cancel(call)
         if not self._canceled:
-            try:
-                self._send(data, self._canceled)
-            except OSError as error:  # lost, or the kernel's buffer is full
-                self.broken = not self._breaks(error)
-                return
-        self.broken = self._canceled[0] < len(data)
-        call.canceled = True
+            self._send_or_note(data, self._canceled)
+        if self._canceled:
+            self.broken = self._canceled[0] < len(data)
+            call.canceled = True
 
     def give_back(self) -> None:
         """Return the item that is leased, on its way, or waited for, unless it was confirmed, without blocking.
@@ -351,22 +348,24 @@ class SyncConnection:
             self.cancel()
         elif not leased.confirmed and not self.broken:
             data, _ = self.session.prepare(*requests.give_back(leased.request))
-            if self.link is not None and self.down is not None:
-                self.link.note(data)  # sent with the next connection; the server ignores a second one
-            else:
-                self._give_back(leased, data)
+            if not leased.returned:
+                self._send_or_note(data, leased.returned)
+            if leased.returned:
+                self.broken = leased.returned[0] < len(data)
         self.leased = None
 
-    def _give_back(self, leased: Leased, data: bytes) -> None:
-        if not leased.returned:
-            try:
-                self._send(data, leased.returned)
-            except OSError as error:  # the server takes the item back when the connection ends, or the link resumes
-                self.broken = not self._breaks(error)
-                if not self.broken and self.link is not None:
-                    self.link.note(data)
-                return
-        self.broken = leased.returned[0] < len(data)
+    def _send_or_note(self, data: bytes, sent: list[int]) -> None:
+        """Send the end of a call without waiting; note it for the next connection of a link that breaks or is down.
+
+        `sent` gets how many bytes count as sent; it stays empty if the connection is out of step, or is lost.
+        """
+        try:
+            if self.down is None:
+                self._send(data, sent)
+        except OSError as error:  # lost, or the kernel's buffer is full
+            self.broken = not self._breaks(error)
+        if self.down is not None and self.link is not None and not sent:
+            sent.extend(compress((len(data),), map(not_, map(self.link.sent.append, ((0, data, None),)))))
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
         """Confirm that a leased item has arrived; `sent` is not empty as soon as the confirmation has been sent.
@@ -452,10 +451,13 @@ class SyncConnection:
         try:
             if not socket.socket.recv(self.peer, 1, _PEEK):  # of TLS, what would be decrypted
                 return ConnectionError(LOST)
+            error = self.peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # hidden by what has not been read
         except BlockingIOError:
             return None
-        except OSError as error:
-            return error
+        except OSError as failure:
+            return failure
+        if error:
+            return OSError(error, os.strerror(error))
         return ConnectionError(LOST) if self.hung_up() else None
 
     # Reading

@@ -197,9 +197,10 @@ class LinkRegistry(LinkWork):
 
     def tick(self, now: float) -> bool:
         """Acknowledge, keep alive, and end what is overdue; return whether there are links."""
+        soon = now + (now - self.now)
         self.now = now
         for link in list(self.links.values()):
-            link.tick(now)
+            link.tick(now, soon)
         for identity in list(self.suspended):
             self.singles[identity].tick(now)
         return len(self.links) + len(self.suspended) > 0

@@ -408,13 +408,14 @@ class ServerLink(SharedLink):
 
     # Time
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, soon: float) -> None:
+        """Do what is due before `soon`, when the next tick is expected."""
         registry = self.registry
         if self.carrier is None:
             if now - self._lost >= registry.grace:
                 self.end(f"it had no connection for {now - self._lost:.0f} s")
         elif now - self._heard >= 3 * registry.keep_alive:
             self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
-        elif now - self._sent >= registry.keep_alive:
+        elif soon - self._sent >= registry.keep_alive:
             self.acknowledge()
             self.send()

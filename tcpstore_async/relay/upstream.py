@@ -100,7 +100,9 @@ class Upstream:
         self._heard: float = 0.0
         """When `_tick` last noticed that something was received on the link, in seconds of the loop's clock."""
         self._sent: float = 0.0
-        """When `_tick` last noticed that something was sent."""
+        """The tick before the one that last noticed that something was sent."""
+        self._ticked: float = 0.0
+        """When the last tick was."""
         self._sent_bytes: int = 0
         """What had been sent by then."""
         self._ticking: asyncio.TimerHandle | None = None
@@ -281,7 +283,7 @@ class Upstream:
         link = relay.link
         taken = link.taken
         self._keep_alive = reply.keep_alive or _TICK_SECONDS
-        self._heard = self._sent = asyncio.get_running_loop().time()
+        self._heard = self._sent = self._ticked = asyncio.get_running_loop().time()
         self._sent_bytes = link.sent
         self._expect_tick()
         try:
@@ -294,7 +296,10 @@ class Upstream:
 
     def _expect_tick(self) -> None:
         loop = asyncio.get_running_loop()
-        self._ticking = loop.call_later(min(_TICK_SECONDS, self._keep_alive / 2), self._tick)
+        self._ticking = loop.call_later(self._tick_seconds(), self._tick)
+
+    def _tick_seconds(self) -> float:
+        return min(_TICK_SECONDS, self._keep_alive / 2)
 
     def _tick(self) -> None:
         """Keep the connection alive, give it up if the server is silent, and tick the relay."""
@@ -306,13 +311,14 @@ class Upstream:
         if relay.heard:
             self._heard, relay.heard = now, False
         if self._sent_bytes != sent:
-            self._sent, self._sent_bytes = now, sent
+            self._sent, self._sent_bytes = self._ticked, sent
         if now - self._heard >= _MISSED * self._keep_alive:
             relay.disconnect()
             self._lost(f"nothing received for {now - self._heard:.0f} s")
-        elif now - self._sent >= self._keep_alive:
+        elif now + self._tick_seconds() - self._sent >= self._keep_alive:  # the next tick may be too late
             self._sent = now
             relay.acknowledge()
+        self._ticked = now
 
     def _lost(self, reason: str) -> None:
         """Handle the loss of the connection: the link can be resumed within its grace period."""

@@ -37,7 +37,7 @@ from ..base.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
-from ..client.connect import always
+from ..client.connect import always, leave_rest_to_parent
 from ..client.credentials import find_token
 from ..client.requests import Request
 from ..client.server_url import ServerUrl
@@ -627,6 +627,7 @@ def _reset_after_fork() -> None:
         store = reference()
         if store is not None and store._client is not None:
             store._client.reset_after_fork()
+    leave_rest_to_parent()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -432,3 +432,52 @@ def test_a_host_that_is_gone_is_noticed(state: str) -> None:
         pytest.skip("no network of its own for a process here")
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.startswith(b"noticed:")
+
+
+FORKS_WHILE_CONNECTING = """
+import os, socket, threading
+from tcpstore_async import DistNetworkError, TCPStore
+
+def copies():
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as one:
+                found += [fd] if one.getpeername() == listener.getsockname() else []
+        except OSError:
+            pass
+    return found
+
+def open_store(host):
+    try:
+        TCPStore(host, listener.getsockname()[1], timeout=60)
+    except DistNetworkError:
+        pass
+
+def fork(*_):
+    child = os.fork()
+    if child == 0:
+        os._exit(len(copies()))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+codes = []
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    for host in ("127.0.0.1", "localhost"):
+        opening = threading.Thread(target=open_store, args=(host,), daemon=True)
+        opening.start()
+        peer, _ = listener.accept()  # it waits for the reply to its handshake
+        assert peer.recv(1)
+        fork()
+assert codes == [0, 0], codes
+print("good")
+"""
+
+
+@pytest.mark.unmeasured
+@pytest.mark.needs_proc
+def test_a_forked_child_has_no_copy_of_what_another_thread_opens() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_WHILE_CONNECTING],
+        cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("good\n", "")

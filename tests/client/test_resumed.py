@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
 import os
 import random
 import select
@@ -485,6 +486,26 @@ def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
         assert program.returncode == 0
 
 
+@pytest.mark.unmeasured
+def test_a_store_forks_while_its_connection_is_replaced(port: int) -> None:
+    """The server has resumed the session on a connection that the fork gives up: to the server, that is a break."""
+    with (
+        resetter(port) as proxy,
+        subprocess.Popen(
+            [sys.executable, "-c", _FORKS, str(proxy.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program,
+    ):
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        proxy.mutes = True
+        proxy._replied.clear()
+        proxy.reset()
+        until(lambda: max([*proxy._replied.values(), 0]) > _PING_BYTES)  # the reply to LINK has been dropped
+        proxy.mutes = False
+        program.communicate("\n", timeout=LIMIT)
+        assert program.returncode == 0
+
+
 def test_the_async_client(port: int) -> None:
     async def main(proxy: Resetter) -> None:
         async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
@@ -927,9 +948,9 @@ def test_an_async_client_that_closes_while_it_resumes_leaves_no_connection(port:
         reach, begun, resumed = connection._reach, asyncio.Event(), asyncio.Event()
         assert reach is not None
 
-        async def reach_although_canceled(link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        async def reach_although_canceled(*args: Any) -> tuple[socket.socket, bytes]:
             begun.set()
-            going = asyncio.ensure_future(reach(link, deadline))
+            going = asyncio.ensure_future(reach(*args))
             while not going.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([going])
@@ -993,3 +1014,149 @@ def test_what_was_taken_before_the_link_is_not_counted_as_its_replies(port: int)
         assert connection.counted().received == before
         connection._chunks.clear()
         connection._read.clear()
+
+
+def _has_late_reply(store: TCPStore) -> bool:
+    peer = _connection(store).peer
+    return bool(select.select([peer], [], [], 0)[0]) and peer.recv(1, socket.MSG_PEEK) != b""
+
+
+@pytest.mark.parametrize("call", [lambda store: store.queue_pop("none"), lambda store: store.add("late", 1)])
+def test_an_idle_connection_with_a_late_reply_is_reset(port: int, call: Callable[[TCPStore], object]) -> None:
+    """The reply to a call that timed out hides the error of the reset."""
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        before = _connection(store).peer.getsockname()
+        proxy.holds = True
+        store.set_timeout(0.1)
+        with pytest.raises(StoreTimeoutError):
+            call(store)
+        proxy.holds = False
+        until(functools.partial(_has_late_reply, store))
+        store.set_timeout(LIMIT)
+        assert proxy.reset() == 1
+        until(functools.partial(_is_replaced, store, before))
+        assert store.get("k") == b"v"
+        store.delete_key("k")
+
+
+def test_a_pop_that_times_out_while_its_connection_is_down_takes_no_item(port: int) -> None:
+    """Nobody calls the store again: what its idle connection is resumed with says that the pop was given up."""
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        store.set_timeout(1.0)
+        pop = threads.submit(store.queue_pop, "given up")
+        connection = _connection(store)
+        until(lambda: connection.parked)
+        other.queue_len("given up")  # the pop has arrived
+        proxy.target = 1  # nobody is there: the proxy closes what it accepts
+        assert proxy.reset() == 1
+        with pytest.raises(StoreTimeoutError):
+            pop.result(LIMIT)
+        assert connection.down is not None
+        proxy.target = port
+        until(lambda: connection.down is None)
+        other.queue_push("given up", "item")
+        assert other.queue_pop("given up") == b"item"
+
+
+def test_a_pop_whose_connection_breaks_when_it_is_given_up_takes_no_item(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+    ):
+        cancel = SyncConnection.cancel
+
+        def break_and_cancel(connection: SyncConnection) -> None:
+            if connection.session.waiting is not None:
+                proxy.reset()
+                until(connection.hung_up)
+            cancel(connection)
+
+        monkeypatch.setattr(SyncConnection, "cancel", break_and_cancel)
+        store.set_timeout(0.5)
+        with pytest.raises(StoreTimeoutError):
+            store.queue_pop("given up")
+        until(lambda: _connection(store).down is None)
+        other.queue_push("given up", "item")
+        assert other.queue_pop("given up") == b"item"
+
+
+@pytest.mark.parametrize("linked_to", [False, True], ids=["connecting", "LINK sent"])
+def test_an_async_client_whose_tasks_are_all_canceled_while_it_resumes(port: int, linked_to: bool) -> None:
+    async def main(proxy: Resetter) -> None:
+        async with linked(proxy.port) as (store, connection, _):
+            await store.set("canceled", "v")
+            assert await store.get("canceled") == b"v"
+            if linked_to:
+                proxy.mutes = True  # LINK arrives, and its reply does not
+            else:
+                proxy.target = 1  # nobody is there: the proxy closes what it accepts
+            proxy._replied.clear()
+            proxy.reset()
+            while connection._resuming is None or (linked_to and max([*proxy._replied.values(), 0]) <= _PING_BYTES):
+                await asyncio.sleep(0)
+            resuming = connection._resuming
+            while not resuming.done():  # before Python 3.12, `wait_for` may swallow a cancellation
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+                await asyncio.sleep(0)
+            assert resuming.cancelled()
+            proxy.mutes = False
+            proxy.target = port
+            assert await store.get("canceled") == b"v"
+            assert await store.delete_key("canceled")
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_an_async_client_that_is_left_open_while_it_resumes_leaves_no_task(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(proxy: Resetter) -> AsyncTCPStore:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        (connection,) = store._connections
+        proxy.target = 1
+        proxy.reset()
+        while connection._resuming is None:
+            await asyncio.sleep(0)
+        return store
+
+    with resetter(port) as proxy:
+        store = asyncio.run(main(proxy))
+        with pytest.warns(ResourceWarning, match="was not closed"):  # noqa: PT031
+            del store
+            gc.collect()
+    assert not caplog.records
+
+
+async def test_a_reason_that_nobody_waits_for_any_more() -> None:
+    """The task that asks for it is canceled, with all others: the connection is lost all the same."""
+    begun = asyncio.Event()
+
+    async def ask(_: str) -> DistNetworkError:
+        begun.set()
+        await asyncio.sleep(LIMIT)
+        raise AssertionError
+
+    def ignored(*_: object) -> None: ...
+
+    connection = AsyncConnection(ClientSession(), ignored, ignored, lost_error=ask)
+    connection.transport = Mock(get_extra_info=lambda _: None)
+    _, future = connection.call(*NO_KEY)
+    connection.connection_lost(None)
+    await begun.wait()
+    assert connection._resuming is not None
+    connection._resuming.cancel()
+    with pytest.raises(DistNetworkError, match="Failed to recv"):
+        await asyncio.wait_for(future, LIMIT)

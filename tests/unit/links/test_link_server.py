@@ -656,7 +656,7 @@ def test_keep_alive() -> None:
     greeted(target, "a")
     session = target.carrier.session
     alive = ack(server_end(target).taken)
-    for now, sent in ((1.0, b""), (4.9, b""), (5.0, alive), (6.0, b""), (7.0, b"")):
+    for now, sent in ((1.0, b""), (2.0, b""), (3.0, b""), (4.0, alive), (5.0, b""), (6.0, b""), (7.0, b"")):
         target.registry.tick(now)
         assert b"".join(session.out) == sent
         session.out.clear()
