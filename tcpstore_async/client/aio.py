@@ -163,8 +163,9 @@ class AsyncTCPStore:
         if self._lost is None:
             last: list[asyncio.Future[Any]] = [*self._stranded]
             fence: asyncio.Future[Any] | None = None
-            connection = self._ready_connection()
-            if connection is not None and connection.link is not None and connection.session.unconfirmed():
+            connection = self._current
+            waits = connection is not None and connection.session.waiting is not None
+            if connection is not None and not waits and connection.link and connection.session.unconfirmed():
                 connection.send_fence()  # a connection that breaks is resumed, and sends the writes again
                 fence = connection.fence
                 assert fence is not None
@@ -678,9 +679,10 @@ class AsyncTCPStore:
         self._slot_taken = False
 
     def _ready_connection(self) -> AsyncConnection | None:
-        """Return the shared connection, unless a call is blocked on it."""
+        """Return the shared connection, unless a call is blocked on it, or too many wait for it to be resumed."""
         connection = self._current
-        return connection if connection is not None and connection.session.waiting is None else None
+        ready = connection is not None and connection.session.waiting is None and connection.room is None
+        return connection if ready else None
 
     async def _free_connection(self, deadline: _CallDeadline) -> AsyncConnection:
         """Return a connection without a blocked call, on which everything that this store has written is visible."""
@@ -691,10 +693,12 @@ class AsyncTCPStore:
             if ready is not None:
                 return ready
             connection = self._current
-            if connection is not None and connection.fence is not None and connection.session.unconfirmed():
-                fence = connection.fence  # by the time it is done, the connection may have another one
-                await asyncio.wait({fence}, timeout=deadline.left())
-                if not fence.done():
+            room = connection.room if connection is not None else None
+            if room is None and connection is not None and connection.session.unconfirmed():
+                room = connection.fence  # by the time it is done, the connection may have another one
+            if room is not None:
+                await asyncio.wait({room}, timeout=deadline.left())
+                if not room.done():
                     raise deadline.error()
                 continue
             if self._free:

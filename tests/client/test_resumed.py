@@ -1160,3 +1160,55 @@ async def test_a_reason_that_nobody_waits_for_any_more() -> None:
     connection._resuming.cancel()
     with pytest.raises(DistNetworkError, match="Failed to recv"):
         await asyncio.wait_for(future, LIMIT)
+
+
+def test_calls_of_an_async_client_do_not_pile_up_while_its_connection_is_down(port: int) -> None:
+    """Those that find no room time out without being made, and can be made once the connection has been resumed."""
+    value = "v" * (UNANSWERED_BYTES // 4)
+
+    async def main(proxy: Resetter) -> None:
+        async with linked(proxy.port) as (store, connection, _):
+            assert await store.add("piled/count", 0) == 0
+            proxy.target = 1  # nobody is there: the proxy closes what it accepts
+            proxy.reset()
+            while connection._resuming is None:
+                await asyncio.sleep(0)
+            store.set_timeout(0.01)
+            for _ in range(12):
+                with pytest.raises(StoreTimeoutError):
+                    await store.set("piled/value", value)
+            assert sum(map(len, connection._outbox)) <= UNANSWERED_BYTES + len(value)
+            with pytest.raises(StoreTimeoutError):
+                await store.add("piled/count", 1)
+            with pytest.raises(StoreTimeoutError):
+                await store.get("piled/count")
+            with pytest.raises(StoreTimeoutError):
+                await store.wait(["piled/count"])
+            store.set_timeout(LIMIT)
+            later = [asyncio.ensure_future(store.add("piled/count", 1)) for _ in range(3)]
+            await asyncio.sleep(0)
+            proxy.target = port
+            assert sorted(await asyncio.gather(*later)) == [1, 2, 3]
+            assert await store.get("piled/value") == value.encode()
+            for key in ("count", "value"):
+                await store.delete_key(f"piled/{key}")
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_an_async_call_that_waits_for_room_fails_with_the_store(port: int) -> None:
+    async def main(proxy: Resetter) -> None:
+        async with linked(proxy.port) as (store, connection, _):
+            proxy.target = 1
+            proxy.reset()
+            while connection._resuming is None:
+                await asyncio.sleep(0)
+            calls = [asyncio.ensure_future(store.set("piled", "v" * UNANSWERED_BYTES)) for _ in range(2)]
+            await asyncio.sleep(0)
+            assert connection.room is not None
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, DistNetworkError)
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
