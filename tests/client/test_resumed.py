@@ -1212,3 +1212,36 @@ def test_an_async_call_that_waits_for_room_fails_with_the_store(port: int) -> No
 
     with resetter(port) as proxy:
         asyncio.run(main(proxy))
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("within", ["drain_abandoned_calls", "confirm_writes"])
+def test_an_interrupt_that_hides_a_reset_before_the_call(
+    port: int, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It strikes between the kernel's error and the note that the connection is down, while it is being leased."""
+
+    def interrupt(*_: object) -> None:
+        raised = KeyboardInterrupt()
+        raised.__context__ = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        raise raised
+
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        connection = _connection(store)
+        store.set_timeout(0.1)
+        proxy.holds = True
+        with pytest.raises(StoreTimeoutError):
+            store.queue_len("none")
+        store.set_timeout(LIMIT)
+        client = store._client
+        assert client is not None
+        client._detour = True
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            if within == "confirm_writes":
+                patched.setattr(SyncConnection, "drain_abandoned_calls", lambda *_: None)
+                patched.setattr(client, "_unconfirmed_beside", lambda _: True)
+            patched.setattr(SyncConnection, within, interrupt)
+            store.wait(["none"])
+        assert connection.down is not None
+        proxy.holds = False
+        assert store.check(["k"]) is False
