@@ -681,7 +681,7 @@ class AsyncTCPStore:
     def _ready_connection(self) -> AsyncConnection | None:
         """Return the shared connection, unless a call is blocked on it, or too many wait for it to be resumed."""
         connection = self._current
-        ready = connection is not None and connection.session.waiting is None and connection.room is None
+        ready = connection is not None and connection.session.waiting is None and connection.space is None
         return connection if ready else None
 
     async def _free_connection(self, deadline: _CallDeadline) -> AsyncConnection:
@@ -693,12 +693,12 @@ class AsyncTCPStore:
             if ready is not None:
                 return ready
             connection = self._current
-            room = connection.room if connection is not None else None
-            if room is None and connection is not None and connection.session.unconfirmed():
-                room = connection.fence  # by the time it is done, the connection may have another one
-            if room is not None:
-                await asyncio.wait({room}, timeout=deadline.left())
-                if not room.done():
+            first = connection.space if connection is not None else None
+            if first is None and connection is not None and connection.session.unconfirmed():
+                first = connection.fence  # by the time it is done, the connection may have another one
+            if first is not None:
+                await asyncio.wait({first}, timeout=deadline.left())
+                if not first.done():
                     raise deadline.error()
                 continue
             if self._free:

@@ -72,7 +72,7 @@ class AsyncConnection(asyncio.Protocol):
         self._outbox: list[bytes] = []
         self._held_bytes = 0
         """Bytes that were put into the outbox while requests wait."""
-        self.room: asyncio.Future[None] | None = None
+        self.space: asyncio.Future[None] | None = None
         """Set while so many requests wait that no further call may be made; done when they no longer do."""
         self._ends: list[tuple[int, PendingCall]] = []
         """The last non-blocking and the blocking call in the outbox, each with the number of items up to its end."""
@@ -362,8 +362,8 @@ class AsyncConnection(asyncio.Protocol):
         self._outbox.append(data)
         if self._held:
             self._held_bytes += len(data)
-            if self._held_bytes >= UNANSWERED_BYTES and self.room is None:
-                self.room = self._loop.create_future()
+            if self._held_bytes >= UNANSWERED_BYTES and self.space is None:
+                self.space = self._loop.create_future()
         if call is not None and not call.done:
             if self._ends and not call.command.flags & PARKS:
                 self._ends.pop()
@@ -376,7 +376,7 @@ class AsyncConnection(asyncio.Protocol):
         ends = self._ends
         self._outbox = []
         self._ends = []
-        self._make_room()
+        self._make_space()
         data = b"".join(outbox) if self.link is None else self._note(self.link, outbox, ends)
         if len(data) > VALUE_BYTES:
             self._longest = max(self._longest, *map(len, outbox))
@@ -389,18 +389,18 @@ class AsyncConnection(asyncio.Protocol):
             elif not future.done():
                 future.set_result(None)
 
-    def _make_room(self) -> None:
+    def _make_space(self) -> None:
         self._held_bytes = 0
-        room, self.room = self.room, None
-        if room is not None:
-            room.set_result(None)
+        space, self.space = self.space, None
+        if space is not None:
+            space.set_result(None)
 
     def _fail(self, error: DistNetworkError) -> None:
         if self.lost is not None:
             return
         self.lost = error
         self._outbox.clear()
-        self._make_room()
+        self._make_space()
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()

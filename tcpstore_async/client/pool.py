@@ -155,8 +155,9 @@ class Pool:
             if connection.session.pending or connection.stranded:
                 connection.drain_abandoned_calls(deadline)
             return connection
-        except BaseException:
+        except BaseException as error:
             if connection is not None and connection.user == me:
+                connection.interrupted(error)
                 self._release(connection)
             raise
 
@@ -196,7 +197,9 @@ class Pool:
                     self._wait(ticket, deadline, behind or within)
                     behind = False
             return connection
-        except BaseException:
+        except BaseException as error:
+            if connection is not None:
+                connection.interrupted(error)
             try:
                 self._give_up(connection, ticket, me)
             except BaseException:  # an interrupt; assume no second one this soon

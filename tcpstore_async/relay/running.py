@@ -187,6 +187,7 @@ def _watch_owner(fd: int) -> "asyncio.Queue[signal.Signals]":
 async def _drain(running: Relay, grace: float) -> None:
     """Stop accepting, and wait up to `grace` seconds for the ranks to leave."""
     running.stop_accepting()
+    running.make_link = partial(ClientLink, "", _description())  # the place may be a successor's, whose link would end
     try:
         await asyncio.wait_for(running.empty.wait(), grace)
     except asyncio.TimeoutError:

@@ -1163,7 +1163,7 @@ async def test_a_reason_that_nobody_waits_for_any_more() -> None:
 
 
 def test_calls_of_an_async_client_do_not_pile_up_while_its_connection_is_down(port: int) -> None:
-    """Those that find no room time out without being made, and can be made once the connection has been resumed."""
+    """Those that find no space time out without being made, and can be made once the connection has been resumed."""
     value = "v" * (UNANSWERED_BYTES // 4)
 
     async def main(proxy: Resetter) -> None:
@@ -1197,7 +1197,7 @@ def test_calls_of_an_async_client_do_not_pile_up_while_its_connection_is_down(po
         asyncio.run(main(proxy))
 
 
-def test_an_async_call_that_waits_for_room_fails_with_the_store(port: int) -> None:
+def test_an_async_call_that_waits_for_space_fails_with_the_store(port: int) -> None:
     async def main(proxy: Resetter) -> None:
         async with linked(proxy.port) as (store, connection, _):
             proxy.target = 1
@@ -1206,9 +1206,42 @@ def test_an_async_call_that_waits_for_room_fails_with_the_store(port: int) -> No
                 await asyncio.sleep(0)
             calls = [asyncio.ensure_future(store.set("piled", "v" * UNANSWERED_BYTES)) for _ in range(2)]
             await asyncio.sleep(0)
-            assert connection.room is not None
+            assert connection.space is not None
         for error in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(error, DistNetworkError)
 
     with resetter(port) as proxy:
         asyncio.run(main(proxy))
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("within", ["drain_abandoned_calls", "confirm_writes"])
+def test_an_interrupt_that_hides_a_reset_before_the_call(
+    port: int, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It strikes between the kernel's error and the note that the connection is down, while it is being leased."""
+
+    def interrupt(*_: object) -> None:
+        raised = KeyboardInterrupt()
+        raised.__context__ = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        raise raised
+
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        connection = _connection(store)
+        store.set_timeout(0.1)
+        proxy.holds = True
+        with pytest.raises(StoreTimeoutError):
+            store.queue_len("none")
+        store.set_timeout(LIMIT)
+        client = store._client
+        assert client is not None
+        client._detour = True
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            if within == "confirm_writes":
+                patched.setattr(SyncConnection, "drain_abandoned_calls", lambda *_: None)
+                patched.setattr(client, "_unconfirmed_beside", lambda _: True)
+            patched.setattr(SyncConnection, within, interrupt)
+            store.wait(["none"])
+        assert connection.down is not None
+        proxy.holds = False
+        assert store.check(["k"]) is False

@@ -1,7 +1,8 @@
-"""What a relay promises its server: something at least once in each keep-alive interval."""
+"""What a relay promises its server: something in each keep-alive interval, and no place that is another relay's."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tcpstore_async.relay.running import _drain
 from tcpstore_async.relay.upstream import Upstream
 
 
@@ -43,3 +45,11 @@ def test_the_longest_silence_is_the_interval(keep_alive: float, monkeypatch: pyt
         upstream._tick()
     assert max(after - before for before, after in itertools.pairwise(moments)) <= keep_alive + 1e-3
     assert len(moments) < 4 * now / keep_alive + 200
+
+
+async def test_a_relay_that_drains_takes_no_place() -> None:
+    """A new link of its place would end that of its successor on the same port."""
+    relay: Any = SimpleNamespace(stop_accepting=lambda: None, empty=asyncio.Event(), make_link=None)
+    relay.empty.set()
+    await _drain(relay, 1.0)
+    assert relay.make_link().place == ""
