@@ -27,12 +27,12 @@ class World:
 
     def __init__(self, most_bytes: int = 2**30, root: World | None = None, observed: bool = True) -> None:
         """Limit the history to `most_bytes`; `root` is the world of the same server's unnamed store."""
-        self.store = Store(Limits(), hub=None if root is None else root.store.hub)
+        self.store: Store = Store(Limits(), hub=None if root is None else root.store.hub)
         self.store.begin_sessions()
         self.history = History(self.store, most_bytes)
         if observed:
             self.store.observe(self.history)
-        self.inquiries = Inquiries() if root is None else root.inquiries
+        self.inquiries: Inquiries = Inquiries() if root is None else root.inquiries
         self.store.hub.register("missing", lambda _: self.inquiries.ask)
         self.sessions: dict[int, ServerSession] = {}
 
@@ -75,7 +75,8 @@ class World:
         """Return the reply to MISSING for these keys, or for a counter."""
         pairs = [(name, b"") for name in names] + ([(counter, b"%d" % expected)] if counter else [])
         request = b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
-        return json.loads(self.reply(client, request))
+        found: dict[str, Any] = json.loads(self.reply(client, request))
+        return found
 
     def reply(self, client: int, request: bytes) -> bytes:
         """Return the reply, a value, to a request that may take several steps."""

@@ -93,7 +93,7 @@ def test_who_is_served_if_the_kernel_does_not_tell_users_apart() -> None:
     with mine, its:
         mine.shutdown(socket.SHUT_WR)
         command = [sys.executable, "-c", _WITHOUT_SOCK_DIAG]
-        done = subprocess.run(command, stdin=its, stderr=subprocess.PIPE, text=True, check=True, timeout=LIMIT)
+        done = subprocess.run(command, stdin=its.fileno(), stderr=subprocess.PIPE, text=True, check=True, timeout=LIMIT)
     assert done.stderr.startswith(
         "tcpstore: every user of this host can use this process's ports of named stores, with"
     )

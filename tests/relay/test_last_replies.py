@@ -57,8 +57,9 @@ async def test_what_tls_has_buffered_is_read_without_an_event() -> None:
     relay.on_broken = broken.append
     peer = ClientLink()
     peer.add(CLOSE, LINK, LOST)
-    peer.close_batch()
-    buffered = [b"".join(peer.kept)]
+    peer.seal()
+    assert peer.kept is not None
+    buffered = [b"".join(peer.kept.pieces)]
 
     class Buffering(socket.socket):
         def recv(self, size: int, flags: int = 0) -> bytes:

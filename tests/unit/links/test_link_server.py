@@ -359,7 +359,7 @@ def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
     target.link.close_link()
     target.link.seal()
     session = target.carrier.session
-    session.receive(target.link.out.pop())
+    session.receive(bytes(target.link.out.pop()))
     with pytest.raises(ProtocolError, match="after the end"):
         session.receive(stream((1, 1, OPEN)))
 
@@ -662,7 +662,7 @@ def test_keep_alive() -> None:
         session.out.clear()
         session.unsent = 0
     target.link.acknowledge()
-    session.receive(target.link.out.pop())
+    session.receive(bytes(target.link.out.pop()))
     target.registry.tick(21.0)
     assert session not in target.store.hub.evicted
     target.registry.tick(22.0)
