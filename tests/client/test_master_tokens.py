@@ -69,7 +69,7 @@ def test_the_threaded_server_is_not_started_without_what_was_asked_for(
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("TCPSTORE_CERT", pair.cert)
     monkeypatch.setenv("TCPSTORE_KEY", pair.key)
-    with pytest.raises(ValueError, match=f"^the server of use_libuv=False has {named}"):
+    with pytest.raises(ValueError, match=rf"^the threaded server \(use_libuv=False\) has {named}"):
         master(use_libuv=False)
 
 
