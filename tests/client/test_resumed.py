@@ -1214,6 +1214,7 @@ def test_an_async_call_that_waits_for_space_fails_with_the_store(port: int) -> N
         asyncio.run(main(proxy))
 
 
+@pytest.mark.interpreted("no method of a compiled class can be replaced")
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("within", ["drain_abandoned_calls", "confirm_writes"])
 def test_an_interrupt_that_hides_a_reset_before_the_call(
