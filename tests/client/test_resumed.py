@@ -471,16 +471,19 @@ store.close()
 """
 
 
-@pytest.mark.unmeasured
-def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
-    with (
-        resetter(port) as proxy,
-        subprocess.Popen(
-            [sys.executable, "-c", _FORKS, str(proxy.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as program,
-    ):
+@contextmanager
+def _ready(source: str, port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that says when it is ready."""
+    command, pipe = [sys.executable, "-c", source, str(port)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
+        yield program
+
+
+@pytest.mark.unmeasured
+def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
+    with resetter(port) as proxy, _ready(_FORKS, proxy.port) as program:
         proxy.reset()
         program.communicate("\n", timeout=LIMIT)
         assert program.returncode == 0
@@ -489,14 +492,7 @@ def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
 @pytest.mark.unmeasured
 def test_a_store_forks_while_its_connection_is_replaced(port: int) -> None:
     """The server has resumed the session on a connection that the fork gives up: to the server, that is a break."""
-    with (
-        resetter(port) as proxy,
-        subprocess.Popen(
-            [sys.executable, "-c", _FORKS, str(proxy.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as program,
-    ):
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
+    with resetter(port) as proxy, _ready(_FORKS, proxy.port) as program:
         proxy.mutes = True
         proxy._replied.clear()
         proxy.reset()

@@ -636,14 +636,20 @@ def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(store: St
     assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4
 
 
-def test_writes_to_many_keys_that_the_same_few_await_are_one_piece_of_work() -> None:
-    """Else each of the next commands would look for its session in all of them."""
-    store = Store(Limits(), portion=20)
+def seventeen_await(store: Store, names: list[bytes]) -> list[ServerSession]:
+    """Return sessions that wait for these keys, and for one that never comes."""
     waiting = [greeted(store) for _ in range(17)]
-    names = [b"k%d" % number for number in range(200)]
     for session in waiting:
         ask(session, "wait", [*names, b"never"])
         finish(session)
+    return waiting
+
+
+def test_writes_to_many_keys_that_the_same_few_await_are_one_piece_of_work() -> None:
+    """Else each of the next commands would look for its session in all of them."""
+    store = Store(Limits(), portion=20)
+    names = [b"k%d" % number for number in range(200)]
+    waiting = seventeen_await(store, names)
     writer = greeted(store)
     before = store.keyspace.parked
     for name in names:
@@ -662,11 +668,8 @@ def test_writes_to_many_keys_that_the_same_few_await_are_one_piece_of_work() -> 
 
 def test_a_session_with_many_awaited_keys_that_were_written_goes_on_later() -> None:
     store = Store(Limits(), portion=20)
-    waiting = [greeted(store) for _ in range(17)]
     names = [b"k%d" % number for number in range(200)]
-    for session in waiting:
-        ask(session, "wait", [*names, b"never"])
-        finish(session)
+    waiting = seventeen_await(store, names)
     writer = greeted(store)
     for name in names:
         ask(writer, "set", name, pack(b""))
