@@ -6,7 +6,6 @@ Invariants: no more links and sessions than the limits allow. A resumed link has
 than a few milliseconds.
 """
 
-from hmac import compare_digest
 from typing import Final
 
 import msgspec
@@ -26,6 +25,8 @@ from .work import LinkWork
 
 _ID_BYTES: Final = 16
 _MAX_TEXT: Final = 256
+
+_STOPPING: Final = "the server is stopping"
 
 
 class LinkRegistry(LinkWork):
@@ -55,77 +56,109 @@ class LinkRegistry(LinkWork):
 
     # LINK
 
-    def open(self, carrier: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
-        """Execute LINK: make the connection of a session a link; return the reply."""
+    def open(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
+        """Execute LINK: make the connection of a session a link, or a link's next connection; return the reply."""
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
-        if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
+        if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or session.state != IDLE:
             raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
-        if isinstance(carrier.owner, LinkedSession):
-            return self._reply(LINK_REFUSED, 0, "this is a connection to a relay; connect to its server instead")
-        owner = carrier.owner
-        if carrier in self.attaching or (isinstance(owner, Transport) and owner.single is not None):
-            return self._reply(LINK_REFUSED, 0, "this connection already has a link")
-        if said.get(b"version", b"") != b"%d" % VERSION:
-            return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
+        single = bool(said.get(b"single"))
         attempt = _number(said, b"attempt") if b"attempt" in said else 0
-        link = self.links.get(identity)
-        single = self.singles.get(identity)
-        for known in (link, single):
-            if known is None:
-                continue
-            refusal = ""
-            if not compare_digest(known.secret, secret):
-                refusal = "wrong secret"
-            elif known.attempt and attempt <= known.attempt:
-                # It was delayed, or recorded and replayed.
-                refusal = f"attempt {attempt} is stale: the link is already at attempt {known.attempt}"
-            elif not self._may_resume(carrier, known):
+        link = self.links.get(identity) or self.singles.get(identity)
+        refusal = self._refusal(session, said.get(b"version", b""), single)
+        if not refusal and link is not None:
+            refusal = link.carrier.refusal(secret, attempt)
+            if not refusal and not self._may_resume(session, link):
                 refusal = "the link belongs to a client whose token allows more"
+            elif not refusal and isinstance(link, SingleLink) != single:
+                refusal = "the link is of the other kind"
             if refusal:
-                self.on_refusal(carrier.host, str(carrier), f"LINK refused: {refusal}")
-                return self._reply(LINK_REFUSED, 0, refusal)
-        if said.get(b"single"):
-            return self._open_single(carrier, single, said, attempt)
-        if carrier.store is not self.store:
-            reason = f"this connection is in {carrier.store}; connect to the server's own port, and enter that store"
-            return self._reply(LINK_REFUSED, 0, reason)
-        if said.get(b"instance"):
-            return self._resume(carrier, link, said, attempt)
-        if link is not None:
-            link.end("its client has started over")  # the client never got the reply to its first LINK
+                self.on_refusal(session.host, str(session), f"LINK refused: {refusal}")
+        if refusal:
+            return self._reply(LINK_REFUSED, 0, refusal)
+        instance = said.get(b"instance", b"")
+        taken = told = 0
+        if instance:
+            taken = _number(said, b"taken")
+            told = 0 if single else _number(said, b"told")
+            if link is None:
+                return self._reply(UNKNOWN, 0)
+            lost = instance != self.instance.encode() or not link.carrier.stream.can_resume(taken, told)
+            if lost or self.stopping:  # a link that is not resumed ends with its present connection
+                link.end("its client has lost its state, or refers to a different server" if lost else _STOPPING)
+                return self._reply(UNKNOWN, 0)
+        else:
+            if link is not None:
+                link.end("its client has started over")  # the client never got the reply to its first LINK
+            new = self._new_single(session, said) if single else self._new_link(session, said)
+            if isinstance(new, str):
+                return self._reply(LINK_REFUSED, 0, new)
+            link = new
+        link.carrier.attempt = attempt
+        if isinstance(link, SingleLink):
+            link.acknowledge(taken)
+            self.attaching[session] = link
+            self.store.hub.pending_flush.append(session)
+        else:
+            link.attach(session, taken)
+        return self._reply(RESUMED if instance else NEW, link.carrier.stream.taken)
+
+    def _refusal(self, session: ServerSession, version: bytes, single: bool) -> str:
+        """Return why this connection cannot be a link's; "" if it can."""
+        owner = session.owner
+        if isinstance(owner, LinkedSession):
+            return "this is a connection to a relay; connect to its server instead"
+        if session in self.attaching or (isinstance(owner, Transport) and owner.single is not None):
+            return "this connection already has a link"
+        if version != b"%d" % VERSION:
+            return f"this server speaks version {VERSION} of the link protocol"
+        if not single and session.store is not self.store:
+            return f"this connection is in {session.store}; connect to the server's own port, and enter that store"
+        return ""
+
+    def _new_link(self, session: ServerSession, said: dict[bytes, bytes]) -> ServerLink | str:
+        """Return a new link of a relay, or why there may be none."""
         if self.stopping:
-            return self._reply(LINK_REFUSED, 0, "the server is stopping")
+            return _STOPPING
         place = said.get(b"place", b"")[:_MAX_TEXT]
-        access = self.store.hub.auth.access_of(carrier)
+        access = self.store.hub.auth.access_of(session)
         seat = ("" if access is None else access.identity, place)
         other = self.places.get(seat)
         if other is not None:
             other.end("another link has taken its place")
         if len(self.links) >= self.store.limits.links:
-            return self._reply(LINK_REFUSED, 0, f"link limit {len(self.links)} reached (the `links` limit)")
-        link = self.links[identity] = ServerLink(self, identity, secret, place)
-        link.attempt = attempt
-        link.granted = carrier in self.store.hub.auth.granted
+            return f"link limit {len(self.links)} reached (the `links` limit)"
+        link = self.links[said[b"id"]] = ServerLink(self, said[b"id"], said[b"secret"], place)
+        link.granted = session in self.store.hub.auth.granted
         link.access = access
         link.seat = seat
         if place:
             self.places[seat] = link
         if len(self.links) == 1:
             self.on_link()
-        link.attach(carrier, 0)
-        return self._reply(NEW, 0)
+        return link
 
-    def _may_resume(self, carrier: ServerSession, known: ServerLink | SingleLink) -> bool:
+    def _new_single(self, session: ServerSession, said: dict[bytes, bytes]) -> SingleLink | str:
+        """Return a new single link, or why there may be none."""
+        if self.stopping:
+            return _STOPPING
+        self.make_way(session)
+        count = len(self.singles) + self.sessions
+        if count >= self.store.limits.sessions:
+            return f"session limit {count} reached (the `sessions` limit)"
+        link = self.singles[said[b"id"]] = SingleLink(self, said[b"id"], said[b"secret"], session)
+        return link
+
+    def _may_resume(self, session: ServerSession, link: ServerLink | SingleLink) -> bool:
         """Return whether a connection may do at least what the one that opened the link may: tokens are renewed."""
         granted = self.store.hub.auth.granted
-        if isinstance(known, SingleLink):
-            was, access = known.session in granted, granted.get(known.session)
+        if isinstance(link, SingleLink):
+            was, access = link.session in granted, granted.get(link.session)
         else:
-            was, access = known.granted, known.access
-        if not was or carrier not in granted:
-            return was == (carrier in granted)
-        now = granted[carrier]
+            was, access = link.granted, link.access
+        if not was or session not in granted:
+            return was == (session in granted)
+        now = granted[session]
         return now is None or (access is not None and now.includes(access))
 
     def make_way(self, session: ServerSession) -> None:
@@ -146,50 +179,6 @@ class LinkRegistry(LinkWork):
 
     def forget_single(self, identity: bytes) -> None:
         del self.singles[identity]
-
-    def _resume(self, carrier: ServerSession, link: ServerLink | None, said: dict[bytes, bytes], attempt: int) -> bytes:
-        taken, told = _number(said, b"taken"), _number(said, b"told")
-        if link is None:
-            return self._reply(UNKNOWN, 0)
-        if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
-            link.end("its client has lost its state, or refers to a different server")
-            return self._reply(UNKNOWN, 0)
-        if self.stopping:  # the link ends with its present connection
-            link.end("the server is stopping")
-            return self._reply(UNKNOWN, 0)
-        link.attempt = attempt
-        link.drop_carrier(ProtocolError("its link continues on another connection"))
-        link.attach(carrier, taken)
-        return self._reply(RESUMED, link.taken)
-
-    def _open_single(
-        self, carrier: ServerSession, link: SingleLink | None, said: dict[bytes, bytes], attempt: int
-    ) -> bytes:
-        store = self.store
-        if said.get(b"instance"):
-            if link is None:
-                return self._reply(UNKNOWN, 0)
-            taken = _number(said, b"taken")
-            if said[b"instance"] != self.instance.encode() or self.stopping or not link.stream.can_resume(taken, 0):
-                link.end("its client has lost its state, or the server is stopping")
-                return self._reply(UNKNOWN, 0)
-            link.acknowledge(taken)
-        else:
-            if link is not None:
-                link.end("its client has started over")
-            if self.stopping:
-                return self._reply(LINK_REFUSED, 0, "the server is stopping")
-            self.make_way(carrier)
-            count = len(self.singles) + self.sessions
-            if count >= store.limits.sessions:
-                return self._reply(LINK_REFUSED, 0, f"session limit {count} reached (the `sessions` limit)")
-            link = SingleLink(self, said[b"id"], said[b"secret"], carrier)
-            self.singles[link.identity] = link
-        link.attempt = attempt
-        status = RESUMED if said.get(b"instance") else NEW
-        self.attaching[carrier] = link
-        store.hub.pending_flush.append(carrier)
-        return self._reply(status, link.stream.taken)
 
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
         reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
@@ -214,10 +203,10 @@ class LinkRegistry(LinkWork):
 
         A client whose connection is broken counts while its session is kept.
         """
-        carriers = sum([link.carrier is not None for link in self.links.values()])
-        return connections - carriers + self.sessions + len(self.suspended)
+        carrying = sum([link.connection is not None for link in self.links.values()])
+        return connections - carrying + self.sessions + len(self.suspended)
 
-    def is_carrier(self, session: ServerSession) -> bool:
+    def is_carrying(self, session: ServerSession) -> bool:
         """Return whether a session's connection is a link's."""
         return isinstance(session.partial, LinkInput)
 
@@ -226,8 +215,8 @@ class LinkRegistry(LinkWork):
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):
-            if link.carrier is None:
-                link.end("the server is stopping")
+            if link.connection is None:
+                link.end(_STOPPING)
             else:
                 link.add(GOING_AWAY, LINK)
                 link.note()

@@ -16,7 +16,7 @@ from ..auth.access import Access
 from ..base.addresses import format_address, is_loopback
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..base.limits import Limits
-from ..session.budget import SESSION_BYTES, Holder
+from ..session.budget import SESSION_BYTES
 from ..session.peer import printable
 from ..session.server import ServerSession
 from ..wire.codecs import Handler, PartialRequest
@@ -53,13 +53,13 @@ _MAX_HOSTS: Final = 64
 class LinkInput(PartialRequest):
     """The frames after LINK, as a request without end."""
 
-    def __init__(self, link: "ServerLink", carrier: ServerSession) -> None:
+    def __init__(self, link: "ServerLink", session: ServerSession) -> None:
         self.at = 0
         self.items = []
         self.endless = True
         self.link: ServerLink | None = link
         """None once the link has moved to another connection, or has ended."""
-        self.carrier = carrier
+        self.session = session
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         link = self.link
@@ -70,9 +70,9 @@ class LinkInput(PartialRequest):
         except PeerError as error:
             link.end(str(error))
             raise
-        evicted = self.carrier.store.hub.evicted
+        evicted = self.session.store.hub.evicted
         if evicted:
-            refusal = evicted.get(self.carrier)
+            refusal = evicted.get(self.session)
             try:
                 if refusal is not None:  # one of its sessions has evicted it
                     raise refusal
@@ -90,26 +90,9 @@ class LinkInput(PartialRequest):
             link.detach()
 
 
-class _LinkMemory(Holder):
-    """A link in the budget: `backlog` has the frames that its client has not acknowledged."""
-
-    def __init__(self, link: "ServerLink") -> None:
-        super().__init__()
-        self.link = link
-
-    def introduction_bytes(self) -> int:
-        return 0
-
-    def evict(self, error: BudgetError) -> None:
-        self.link.drop_carrier(error)
-        self.link.end(str(error))
-
-
 class ServerLink(SharedLink):
     def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, place: bytes) -> None:
-        super().__init__(registry)
-        self.identity = identity
-        self.secret = secret
+        super().__init__(registry, identity, secret, LINK_BYTES, self.evict)
         self.place = place
         """Which relay this is: a new link of the same place replaces this one."""
         self.seat = ("", place)
@@ -118,8 +101,6 @@ class ServerLink(SharedLink):
         """Whether its connection has authenticated."""
         self.access: Access | None = None
         """The access of its connection and sessions, if it has authenticated; None for everything."""
-        self.attempt: int = 0
-        """The highest number of a LINK for this link; 0 if its client does not count."""
         self.noted = False
         """Whether the registry will call `_send_noted`."""
         self._last_opened: int = 0
@@ -128,11 +109,8 @@ class ServerLink(SharedLink):
         self._taking = False
         self._heard: float = registry.now
         self._sent: float = registry.now
-        self._lost: float = registry.now
         self._hosts: dict[bytes, str] = {}
         """Hosts for the log, keyed by the addresses of ranks."""
-        self._memory = _LinkMemory(self)
-        registry.store.budget.enter(self._memory, LINK_BYTES)
 
     def __str__(self) -> str:
         place = f" of {printable(self.place)}" if self.place else ""
@@ -140,54 +118,57 @@ class ServerLink(SharedLink):
 
     # The connection
 
-    def attach(self, carrier: ServerSession, taken: int) -> None:
-        """Use a connection, new or replaced."""
+    def evict(self, error: BudgetError) -> None:
+        self.drop_connection(error)
+        self.end(str(error))
+
+    def attach(self, connection: ServerSession, taken: int) -> None:
+        """Use a connection, new or replaced, whose client has taken `taken` bytes."""
+        self.drop_connection(ProtocolError("its link continues on another connection"))
         self.connect(taken)
-        self.carrier = carrier
-        self.host = carrier.host
-        carrier.partial = LinkInput(self, carrier)
+        self.connection = connection
+        self.host = connection.host
+        connection.partial = LinkInput(self, connection)
         self.attached_at = self.registry.time()
         self._heard = self._sent = self.registry.now
         self.note()
-        self.skipped.connect()
+        self.carrier.attach()
         for linked in self.sessions.values():
             linked.session.came_back()
 
     def detach(self) -> None:
         """Wait for another connection during the grace period, as this one is gone."""
-        self.carrier = None
-        self.skipped.connected = False
+        self.connection = None
+        self.carrier.detach()
         self.disconnect()
-        self._lost = self.registry.time()
         if self.registry.stopping:
             self.end("the server is stopping")
 
-    def drop_carrier(self, error: PeerError) -> None:
+    def drop_connection(self, error: PeerError) -> None:
         """Close the connection, if there is one; the link stays."""
-        carrier = self._release_carrier()
-        if carrier is not None:
-            carrier.evict(error)
+        connection = self._release_connection()
+        if connection is not None:
+            connection.evict(error)
 
-    def _release_carrier(self) -> ServerSession | None:
+    def _release_connection(self) -> ServerSession | None:
         """Detach from the connection, which stays open; return its session, if there is one."""
-        carrier = self.carrier
-        if carrier is not None:
-            partial = carrier.partial
+        connection = self.connection
+        if connection is not None:
+            partial = connection.partial
             assert isinstance(partial, LinkInput)
             partial.link = None
             self.detach()
-        return carrier
+        return connection
 
     def end(self, reason: str) -> None:
         """End the link, close its connection, and close its sessions soon."""
         if self.over:
             return
         self.over = True
-        self.drop_carrier(ProtocolError("its link has ended"))
+        self.drop_connection(ProtocolError("its link has ended"))
         registry = self.registry
-        registry.forget_link(self.identity)
-        registry.store.budget.forget(self._memory, LINK_BYTES)
-        self.forget()
+        registry.forget_link(self.carrier.identity)
+        self.carrier.forget()
         self._waiting.clear()
         if self.sessions:
             registry.on_end(self, reason)
@@ -201,32 +182,32 @@ class ServerLink(SharedLink):
 
     def close_link(self) -> None:
         """Send CLOSE for the link, and end it; its connection stays open."""
-        carrier = self.carrier
-        if carrier is not None:
+        connection = self.connection
+        if connection is not None:
             self.add(CLOSE, LINK, LOST)
-            self._move_out(carrier)
-            if self._release_carrier() is not None:
-                self.registry.store.hub.pending_flush.append(carrier)
+            self._move_out(connection)
+            if self._release_connection() is not None:
+                self.registry.store.hub.pending_flush.append(connection)
         self.end("the server is stopping")
 
     # In
 
     def take_some(self, data: bytes, at: int, end: int) -> tuple[int, int]:
         """Handle frames, and put the resulting frames into the output of the connection's session."""
-        carrier = self.carrier
-        assert carrier is not None
+        connection = self.connection
+        assert connection is not None
         self._heard = self.registry.now
         self._taking = True
         try:
-            most = 0 if carrier.unsent > carrier.store.limits.unsent_high_water else self.registry.portion
+            most = 0 if connection.unsent > connection.store.limits.unsent_high_water else self.registry.portion
             at, need = self.take(data, at, end, most)
         finally:
             self._taking = False
-        if self.carrier is not carrier or self.in_same():  # replies to what travels once travel once
+        if self.connection is not connection or self.in_same():  # replies to what travels once travel once
             self._count()
         else:
             self._move_on()
-            self._move_out(carrier)
+            self._move_out(connection)
         return at, need
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
@@ -308,9 +289,9 @@ class ServerLink(SharedLink):
         if session > self._last_opened or payload not in (END_OF_FILE, LOST, REFUSED):
             raise ProtocolError(f"CLOSE for session {session} with reason {payload!r}")
         if session == LINK:
-            carrier = self._release_carrier()
-            if carrier is not None:
-                self.registry.close_later(carrier)
+            connection = self._release_connection()
+            if connection is not None:
+                self.registry.close_later(connection)
             self.end("its client has closed it")
             return
         linked = self.sessions.get(session)
@@ -338,41 +319,30 @@ class ServerLink(SharedLink):
         if self.over:
             return 0
         count = self._move_on()
-        carrier = self.carrier
-        if carrier is None:
+        connection = self.connection
+        if connection is None:
             self.seal()
             self._count()
-        elif self._move_out(carrier):
-            self.registry.store.hub.pending_flush.append(carrier)
+        elif self._move_out(connection):
+            self.registry.store.hub.pending_flush.append(connection)
         return count
 
-    def _move_out(self, carrier: ServerSession) -> bool:
+    def _move_out(self, connection: ServerSession) -> bool:
         """Move the added frames to the connection's session; return whether there is anything to send."""
         self.seal()
         out = self.out
         if out:
             self.out = []
-            carrier.out.extend(out)
-            carrier.unsent += length(out)
+            connection.out.extend(out)
+            connection.unsent += length(out)
             self._sent = self.registry.now
         self._count()
         return len(out) > 0
 
     def _count(self) -> None:
         """Charge the budget for what the link holds. If that is too much, a peer, perhaps this one, is evicted."""
-        memory = self._memory
-        if self.over:
-            return
-        budget = self.registry.store.budget
-        memory.backlog = self.kept
-        growth = self.added_bytes - memory.held
-        if growth:
-            memory.held += growth
-            budget.charge(growth)
-        try:
-            budget.relieve(memory)
-        except BudgetError as error:
-            memory.evict(error)
+        if not self.over:
+            self.carrier.count(self.added_bytes)
 
     def wait(self, linked: LinkedSession) -> None:
         """Let a session send its backlog when there is credit and space, after other waiting sessions."""
@@ -411,11 +381,12 @@ class ServerLink(SharedLink):
     def tick(self, now: float, soon: float) -> None:
         """Do what is due before `soon`, when the next tick is expected."""
         registry = self.registry
-        if self.carrier is None:
-            if now - self._lost >= registry.grace:
-                self.end(f"it had no connection for {now - self._lost:.0f} s")
+        if self.connection is None:
+            overdue = self.carrier.overdue(now)
+            if overdue:
+                self.end(overdue)
         elif now - self._heard >= 3 * registry.keep_alive:
-            self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
+            self.drop_connection(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
         elif soon - self._sent >= registry.keep_alive:
             self.acknowledge()
             self.send()

@@ -7,10 +7,11 @@ Invariant: a session on a link behaves as one on a connection of its own. Neithe
 does not read affect other sessions.
 """
 
+from collections.abc import Callable
 from math import inf
 from typing import Final
 
-from ..base.errors import PeerError, ProtocolError
+from ..base.errors import BudgetError, PeerError, ProtocolError
 from ..session.server import ServerSession
 from ..session.slots import NO_COMMANDS
 from ..session.store import Store
@@ -24,9 +25,9 @@ from ..wire.link import (
     U32,
 )
 from ..wire.values import Framed, length
+from .carrier import Carrier
 from .credit import Credit
 from .frames import Link
-from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 _LONG: Final = 4 * 1024
@@ -39,10 +40,13 @@ _STEP_COST: Final = 250
 class SharedLink(Link):
     """The server's end of a link, as seen by the sessions on it."""
 
-    def __init__(self, registry: LinkWork) -> None:
+    def __init__(
+        self, registry: LinkWork, identity: bytes, secret: bytes, size: int, on_evict: Callable[[BudgetError], object]
+    ) -> None:
         super().__init__(registry.store.budget)
         self.registry = registry
-        self.carrier: ServerSession | None = None
+        self.carrier = Carrier(registry, identity, secret, self, size, on_evict)
+        self.connection: ServerSession | None = None
         """The session of its connection; None if there is none."""
         self.host: str = ""
         """Host of its connection, or of the last one."""
@@ -52,8 +56,6 @@ class SharedLink(Link):
         """Keyed by number."""
         self.over = False
         """Whether it has ended; some of its sessions may still have to be closed."""
-        self.skipped = SkippedQueues(registry)
-        """Queues for which its sessions were skipped while there was no connection."""
         self._parts: list[Framed] = []
         """The parts of the last long reply, until frames are sealed: other sessions may get the same."""
         self._reply: bytes = b""
@@ -122,11 +124,11 @@ class LinkedSession(Credit):
         super().__init__(store, host, port, now)
 
     def skip_suspended(self, store: Store, queue: bytes) -> bool:
-        return self.link.skipped.skip_suspended(store, queue)
+        return self.link.carrier.pass_over(store, queue)
 
     def awaited_since(self) -> float:
         link = self.link
-        return inf if link.carrier is None else max(self.session.connected_at, link.attached_at)
+        return inf if link.connection is None else max(self.session.connected_at, link.attached_at)
 
     def shares_connection(self) -> bool:
         return True

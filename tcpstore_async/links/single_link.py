@@ -11,14 +11,14 @@ under way continue.
 from math import inf
 from typing import Final
 
-from ..base.errors import BudgetError, PeerError, ProtocolError
-from ..session.budget import SESSION_BYTES, Holder
+from ..base.errors import PeerError, ProtocolError
+from ..session.budget import SESSION_BYTES
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..session.transport import Keeper, Transport
 from ..wire.values import Framed, length
+from .carrier import Carrier
 from .resume import Resumable
-from .skipped_queues import SkippedQueues
 from .work import LinkWork
 
 SINGLE_BYTES: Final = SESSION_BYTES
@@ -28,69 +28,48 @@ MOST_PIECES: Final = 8192
 """A link that would keep more pieces ends. Its session then ends with the connection."""
 
 
-class _Kept(Holder):
-    """A single link in the budget: `backlog` has the replies that its client has not acknowledged."""
-
-    def __init__(self, session: ServerSession) -> None:
-        super().__init__()
-        self.session = session
-
-    def introduction_bytes(self) -> int:
-        return 0
-
-    def evict(self, error: BudgetError) -> None:
-        self.session.evict(error)
-
-
 class SingleLink(Keeper):
     """Keeps a session's replies until they are acknowledged, and replaces its connection while that is broken."""
 
     def __init__(self, registry: LinkWork, identity: bytes, secret: bytes, session: ServerSession) -> None:
         self.registry = registry
-        self.identity = identity
-        self.secret = secret
         self.session = session
         self.single = self
-        self.carrier: Transport | None = None
-        """The connection; None while it is broken."""
+        self.connection: Transport | None = None
+        """None while it is broken."""
         self.stream = Resumable(registry.store.budget)
         """The bytes since LINK: requests taken, and replies."""
-        self.attempt: int = 0
-        """The number of the last LINK that succeeded; 0 if the client does not count."""
+        self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, session.evict)
         self.over = False
-        self._kept = _Kept(session)
-        self._skipped = SkippedQueues(registry)
-        self._lost: float = 0.0
         self._stepping = False
         """Whether the registry will call `step`."""
-        registry.store.budget.enter(self._kept, SINGLE_BYTES)
 
     def __str__(self) -> str:
         return f"the session of {self.session}"
 
     # The connection
 
-    def attach(self, carrier: Transport, session: ServerSession) -> None:
+    def attach(self, connection: Transport, session: ServerSession) -> None:
         """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
         mine = self.session
         if session is not mine:
-            self._take_over(carrier, session)
-        self.carrier = carrier
-        carrier.single = self
-        self._skipped.connect()
+            self._take_over(connection, session)
+        self.connection = connection
+        connection.single = self
+        self.carrier.attach()
         if session is not mine:
             if mine.out:
                 self.flush()
             kept = self.stream.kept
             if kept is not None:
                 mine.unsent = self.stream.kept_bytes
-                carrier.send_again(kept.shared(), kept.taken)
-            carrier.resumed()
+                connection.send_again(kept.shared(), kept.taken)
+            connection.resumed()
 
-    def _take_over(self, carrier: Transport, session: ServerSession) -> None:
+    def _take_over(self, connection: Transport, session: ServerSession) -> None:
         """Move this link's session to a new connection. That connection's own session ends, with the old connection."""
         mine = self.session
-        old = self.carrier
+        old = self.connection
         if old is None:
             session.leave()
         else:  # the server has not noticed yet that the old connection is broken
@@ -99,27 +78,26 @@ class SingleLink(Keeper):
             session.owner = old
             self._forget_unsent()
             session.evict(ProtocolError("its session continues on another connection"))
-        self.registry.suspended.pop(self.identity, None)
+        self.registry.suspended.pop(self.carrier.identity, None)
         mine.host = session.host
         mine.port = session.port
-        mine.owner = carrier
-        carrier.session = mine
+        mine.owner = connection
+        connection.session = mine
         mine.came_back()
         self._count_suspended(False)
 
     def detach(self) -> None:
         """Wait for another connection during the grace period, as this one is broken."""
-        carrier = self.carrier
-        assert carrier is not None
-        carrier.single = None
-        self.carrier = None
-        self._skipped.connected = False
+        connection = self.connection
+        assert connection is not None
+        connection.single = None
+        self.connection = None
+        self.carrier.detach()
         session = self.session
         session.owner = self
         self._forget_unsent()
         registry = self.registry
-        self._lost = registry.time()
-        registry.suspended[self.identity] = True
+        registry.suspended[self.carrier.identity] = True
         self._count_suspended(True)
         if session in registry.store.hub.evicted or registry.stopping:
             self.end("")
@@ -133,9 +111,9 @@ class SingleLink(Keeper):
         if usage is None:
             return
         if suspended:
-            usage.suspended[self.identity] = None
+            usage.suspended[self.carrier.identity] = None
         else:
-            usage.suspended.pop(self.identity, None)
+            usage.suspended.pop(self.carrier.identity, None)
 
     def _forget_unsent(self) -> None:
         """Drop the unsent bytes: the link keeps them too."""
@@ -149,7 +127,7 @@ class SingleLink(Keeper):
         return inf  # it is the session's transport only while there is no connection
 
     def skip_suspended(self, store: Store, queue: bytes) -> bool:
-        return self._skipped.skip_suspended(store, queue)
+        return self.carrier.pass_over(store, queue)
 
     def received(self, count: int) -> None:
         self.stream.taken += count
@@ -162,30 +140,25 @@ class SingleLink(Keeper):
             return
         stream = self.stream
         stream.keep(out)
-        kept = self._kept
-        kept.backlog = stream.kept
         if stream.kept is not None and len(stream.kept.pieces) > MOST_PIECES:
             self._give_up()
-            return
-        try:
-            self.registry.store.budget.relieve(kept)
-        except BudgetError as error:
-            kept.evict(error)
+        else:
+            self.carrier.count()
 
     def _give_up(self) -> None:
         """End the link: its client acknowledges too rarely, or a reply has too many pieces."""
-        carrier = self.carrier
-        if carrier is None:
+        connection = self.connection
+        if connection is None:
             self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies have not been acknowledged"))
         else:
             self.forget()
-            carrier.single = self  # it may still acknowledge
+            connection.single = self  # it may still acknowledge
 
     def acknowledge(self, taken: int) -> None:
         """Drop the first `taken` bytes of replies, which the client has received. Raises ProtocolError."""
         if not self.over:
             self.stream.acknowledged(taken)
-            self._kept.backlog = self.stream.kept
+            self.carrier.backlog = self.stream.kept
 
     # Without a connection
 
@@ -205,7 +178,7 @@ class SingleLink(Keeper):
     def step(self) -> None:
         session = self.session
         self._stepping = False
-        if self.over or self.carrier is not None or session.running is None:
+        if self.over or self.connection is not None or session.running is None:
             return
         try:
             session.receive(b"")
@@ -220,8 +193,9 @@ class SingleLink(Keeper):
         self.end("")
 
     def tick(self, now: float) -> None:
-        if now - self._lost >= self.registry.grace:
-            self.end(f"it had no connection for {now - self._lost:.0f} s")
+        overdue = self.carrier.overdue(now)
+        if overdue:
+            self.end(overdue)
 
     # The end
 
@@ -236,21 +210,20 @@ class SingleLink(Keeper):
             return
         self.over = True
         self.single = None
-        if self.carrier is not None:
-            self.carrier.single = None
+        if self.connection is not None:
+            self.connection.single = None
         registry = self.registry
-        registry.suspended.pop(self.identity, None)
+        registry.suspended.pop(self.carrier.identity, None)
         self._count_suspended(False)
-        registry.forget_single(self.identity)
-        registry.store.budget.forget(self._kept, SINGLE_BYTES)
-        self.stream.forget()
+        registry.forget_single(self.carrier.identity)
+        self.carrier.forget()
 
     def end(self, reason: str) -> None:
         """End the link and, if it has no connection, the session; a `reason` that is not empty is logged."""
         if self.over:
             return
         self.forget()
-        if self.carrier is None:
+        if self.connection is None:
             if reason:
                 self.registry.on_end(self, reason)
             self.session.leave()

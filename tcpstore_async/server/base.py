@@ -232,7 +232,7 @@ class Server:
         """
         with self.lock:
             sessions = [connection.session for connection in self.open_connections()]
-            sessions = [session for session in sessions if not self.links.is_carrier(session)]
+            sessions = [session for session in sessions if not self.links.is_carrying(session)]
             for session in latecomers(sessions + self.links.all_sessions(), complete):
                 owner = session.owner
                 if isinstance(owner, Transport):

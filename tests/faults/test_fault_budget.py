@@ -126,8 +126,8 @@ async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send
         link, reader, writer = await linked(server.port)
         with server.lock:
             [carrier] = server.links.links.values()
-            assert carrier.carrier is not None
-            server.store.hub.pending_flush.extend([carrier.carrier] * 1000)
+            assert carrier.connection is not None
+            server.store.hub.pending_flush.extend([carrier.connection] * 1000)
         server.stop()
         link.receive(await reader.read())
         assert link.is_over

@@ -337,7 +337,7 @@ def link_request(data: bytes) -> None:
         _flush(store, registry)
         if _SECRET not in data and b"here" not in data and (registry.links.get(_KNOWN) is not link or link.over):
             raise Broken("a stranger has ended a link")
-        if _SECRET not in data and registry.links.get(_KNOWN) is link and link.carrier is not owner:
+        if _SECRET not in data and registry.links.get(_KNOWN) is link and link.connection is not owner:
             raise Broken("a stranger has a link")
         outcomes.append((error, reply, sorted(registry.links), sorted(registry.singles)))
         while registry.attaching:

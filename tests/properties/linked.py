@@ -445,7 +445,7 @@ class LinkedFleet(Fleet):
             more = self.registry.work()
             self._left()
             for client in self.clients:
-                if client.server is not None and client.server.carrier is not None:
+                if client.server is not None and client.server.connection is not None:
                     peers = [connection.peer for connection in client.connections.values()]
                     for peer in peers:
                         peer.away = False
@@ -456,7 +456,7 @@ class LinkedFleet(Fleet):
     def _left(self) -> None:
         """Remove peers whose sessions have ended from the model."""
         for client in self.clients:
-            if client.server is not None and client.server.carrier is None:
+            if client.server is not None and client.server.connection is None:
                 self._set_away(client, True)
         for connections in [*self.former, *(client.connections for client in self.clients)]:
             for number in list(connections):
@@ -527,8 +527,8 @@ class LinkedFleet(Fleet):
 
     def check(self) -> None:
         for link in self.registry.links.values():
-            if link._memory.held != link.added_bytes or link._memory.backlog is not link.kept:
-                raise Difference(f"a link counts {link._memory.held} bytes and holds {link.added_bytes}")
+            if link.carrier.held != link.added_bytes or link.carrier.backlog is not link.kept:
+                raise Difference(f"a link counts {link.carrier.held} bytes and holds {link.added_bytes}")
             for linked in link.sessions.values():
                 if linked.waiting and linked.credit > 0 and not linked.in_turn:
                     raise Difference("a session that may send is not in the rotation")
@@ -536,7 +536,11 @@ class LinkedFleet(Fleet):
                     raise Difference("unsent bytes wait for nothing")
         for client in self.clients:
             server = client.server
-            if server is not None and not server.over and self.registry.links.get(server.identity) is not server:
+            if (
+                server is not None
+                and not server.over
+                and self.registry.links.get(server.carrier.identity) is not server
+            ):
                 raise Difference("a link is not known to the server")
         if self.registry.sessions != sum(len(link.sessions) for link in self.registry.links.values()):
             raise Difference(f"{self.registry.sessions} sessions on links are counted")

@@ -22,11 +22,11 @@ from tcpstore_async.keyspace.agents import AgentRegistry
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.rounds import Agent, Rounds
 from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
-from tcpstore_async.links import link_registry
+from tcpstore_async.links import carrier
+from tcpstore_async.links.carrier import Carrier
 from tcpstore_async.links.frames import Link
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
-from tcpstore_async.links.skipped_queues import SkippedQueues
 from tcpstore_async.links.work import LinkWork
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
@@ -356,11 +356,11 @@ HOGGED: dict[str, Plant] = {
 # What links are for, for `links`
 
 
-def _takes_again(link: ServerLink, carrier: ServerSession, taken: int) -> None:
+def _takes_again(link: ServerLink, session: ServerSession, taken: int) -> None:
     link.taken = max(0, link.taken - 12)
 
 
-def _forgets_offers(passed: SkippedQueues, most: int) -> bool:
+def _forgets_offers(passed: Carrier, most: int) -> bool:
     passed.queues.clear()
     return True
 
@@ -379,20 +379,20 @@ LINKED: dict[str, Plant] = {
     "a byte is lost": (
         ServerLink,
         "attach",
-        _before(lambda link, carrier, taken: setattr(link, "taken", link.taken + 1)),
+        _before(lambda link, session, taken: setattr(link, "taken", link.taken + 1)),
     ),
     "frames are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
     "an item is given to a session without a connection": (
-        SkippedQueues,
-        "skip_suspended",
+        Carrier,
+        "pass_over",
         _instead(lambda passed, queue: False),
     ),
-    "what a session was passed over for is not offered": (SkippedQueues, "offer_some", _instead(_forgets_offers)),
+    "what a session was passed over for is not offered": (Carrier, "offer_some", _instead(_forgets_offers)),
     "credit is not returned": (LinkedSession, "_allow_or_close", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkWork, "end_later", _instead(lambda registry, link: None)),
     "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
-    "any secret will do": (link_registry, "compare_digest", _instead(lambda known, given: True)),
+    "any secret will do": (carrier, "compare_digest", _instead(lambda known, given: True)),
 }
 
 

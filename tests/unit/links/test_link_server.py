@@ -147,7 +147,7 @@ def test_a_wrong_secret_changes_nothing(registry: LinkRegistry) -> None:
     first = ask(registry)
     assert ask(registry, secret=b"x" * 16).status == "refused"
     assert ask(registry, secret=b"x" * 16, instance=b"this server", taken=b"0", told=b"0").status == "refused"
-    assert registry.links[ID].carrier is first.session
+    assert registry.links[ID].connection is first.session
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
     ):
         assert (delayed.status, "attempt 4" in delayed.reason) == ("refused", True)
         assert delayed.session not in registry.store.hub.evicted
-    assert (registry.links, link.carrier, len(link.sessions)) == ({ID: link}, last, 1)
+    assert (registry.links, link.connection, len(link.sessions)) == ({ID: link}, last, 1)
 
 
 def test_a_link_that_its_client_closes_is_over_and_not_waited_for(registry: LinkRegistry) -> None:
@@ -258,7 +258,7 @@ def test_a_link_without_sessions_is_resumed() -> None:
     """What its client has sent meanwhile is not lost."""
     target = LinkTarget()
     target.cut_off()
-    assert server_end(target).carrier is None
+    assert server_end(target).connection is None
     target.dial()
     greeted(target, "a")
     assert heard(target, "a") == b""
@@ -535,7 +535,7 @@ def test_a_link_is_not_resumed_when_the_server_is_about_to_stop(registry: LinkRe
     registry.go_away()
     reply = ask(registry, instance=b"this server", taken=b"0", told=b"0")
     assert reply.status == "unknown"
-    assert not registry.is_carrier(reply.session)
+    assert not registry.is_carrying(reply.session)
     assert carrier in registry.store.hub.evicted
     while registry.work():
         pass
@@ -667,7 +667,7 @@ def test_keep_alive() -> None:
     assert session not in target.store.hub.evicted
     target.registry.tick(22.0)
     assert "nothing received on a link for 15 s" in str(target.store.hub.evicted[session])
-    assert server_end(target).carrier is None
+    assert server_end(target).connection is None
     target.registry.tick(51.0)
     assert target.registry.links
     target.registry.tick(52.0)
@@ -786,7 +786,7 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
         while carrier.stalled():
             carrier.receive(b"")
     limit.resize(16 * MIB)
-    assert link.carrier is None
+    assert link.connection is None
     target.carrier.close()
     target.serve()
     target.link.disconnect()
@@ -864,8 +864,8 @@ def test_closing_a_session_frees_no_connection() -> None:
     assert target.store.hub.overdue_on_links(36.0) == []
     assert target.store.hub.overdue_on_links(37.0) == [session]
     assert target.store.budget.used() == before + SESSION_BYTES
-    assert target.registry.is_carrier(target.carrier.session)
-    assert not target.registry.is_carrier(session)
+    assert target.registry.is_carrying(target.carrier.session)
+    assert not target.registry.is_carrying(session)
     assert target.registry.all_sessions() == [session]
 
 

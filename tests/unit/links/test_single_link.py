@@ -309,7 +309,7 @@ def test_sessions_without_a_connection_count_for_their_token() -> None:
     assert (links[0].over, links[1].over) == (True, False)
     assert ended == ["a new session has taken its place (token t allows 2)"]
     usage = target.store.hub.auth.usage["t"]
-    assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1].identity])
+    assert (len(usage.sessions), list(usage.suspended)) == (2, [links[1].carrier.identity])
     wire = Wire(target.store)
     wire.session.receive(VALIDATE)
     wire.session.grant_access(token)
@@ -333,7 +333,7 @@ def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
     held = target.store.budget.used()
     target.say("a", get(b"k"))
     assert target.store.budget.used() - held > 10_000
-    link._kept.evict(BudgetError(1, 1, 1, 1))
+    link.carrier.evict(BudgetError(1, 1, 1, 1))
     target.serve()
     assert peer.wire.is_closed
     assert target.registry.singles == {}
