@@ -29,7 +29,7 @@ from .pool import LOOP, Pool
 from .requests import ANOTHER, Request
 from .resume import resume_blocking
 from .store_name import StoreName
-from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, Leased, Stranded, SyncConnection
+from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, Leased, SyncConnection
 from .wait_queue import Ticket
 
 log = logging.getLogger("tcpstore_async.client")
@@ -168,6 +168,7 @@ class TCPClient(Pool):
                 try:
                     if (
                         _FREE_THREADED
+                        or connection.torn is not None
                         or connection.frame
                         or connection.broken
                         or connection.user != me
@@ -251,32 +252,30 @@ class TCPClient(Pool):
         The item is the caller's once the confirmation has been sent. An interrupt between that and the return pushes it
         back to the end of the queue. The caller must not make a call before it returns the item.
         """
-        taken: list[Framed] = []
-        confirmed: list[int] = []
+        leased = Leased(lease)
         try:
-            return self._pop(lease, seconds, began, taken, confirmed)
+            return self._pop(leased, seconds, began)
         except BaseException:
-            if confirmed:
-                self.call(requests.push_back(lease[1][0], taken[0]))
+            if leased.confirmed and leased.item is not None:
+                self.call(requests.push_back(lease[1][0], leased.item))
             raise
 
-    def _pop(
-        self, lease: Request, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
-    ) -> bytes | None:
+    def _pop(self, leased: Leased, seconds: float, began: float) -> bytes | None:
+        lease = leased.request
+
         def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
-            connection.leased = Leased(lease, confirmed)  # before the request: `_release` gives it back
+            connection.leased = leased  # before the request: `_release` gives it back
             call = connection.request(lease, deadline)
             if lease[0].flags & PARKS:
                 self._wait_for(connection, call, deadline, once=False)
             else:
                 connection.read_until(call, deadline)
-            _, item = call.result
-            if item is None:
+            leased.item = call.result[1]
+            if leased.item is None:
                 connection.leased = None
                 return None
-            taken.append(item)
-            value = unpack(item)
-            connection.confirm(lease, confirmed, deadline)
+            value = unpack(leased.item)
+            connection.confirm(leased, deadline)
             return value
 
         value: bytes | None = self._on_a_connection(pop, lease, Deadline.of_a_call(seconds, began), seconds)
@@ -300,7 +299,7 @@ class TCPClient(Pool):
                 return None if item is None else unpack(item)
             except BaseException:
                 calls = mine or [call for call in connection.session.pending if call.fields is request[1]]
-                connection.stranded += map(Stranded, calls)
+                connection.stranded += calls
                 self._detour = True
                 raise
 

@@ -3,13 +3,13 @@
 It knows a socket, a session, and what an interrupt has left half done; it must not know other connections or who may
 lease it.
 
-Invariants: wherever an interrupt strikes, the connection is in step, or marked: as broken because a request was sent in
-part, or as down because the interrupt tore the stream of TLS. A signal handler that interrupts a call on it can wait
-until everything written before has been executed, and changes nothing that the call continues with.
+Invariants: wherever an interrupt strikes, the connection is in step, or marked: as down if a link resumes it, else as
+broken. Only one within a send, or the encryption of TLS, does that; never one that waits. A signal handler that strikes
+elsewhere can wait until everything written before has been executed, and changes nothing that the call continues with.
 
-Signal handlers run between two bytecodes of the interpreter; in compiled code, only within blocking system calls and in
-interpreted functions. An atomic step is therefore a single call of C code in interpreted builds: a chain of `map`s
-consumed by `+=` or `extend`. TLS has no such steps: what an interrupt leaves is found by `check_partial_send`.
+Signal handlers run where the interpreter calls something or jumps back; in compiled code, only within blocking system
+calls and in interpreted functions. While `torn` is set, nobody can tell what has been sent: `check_partial_send` notes
+all of it then, and the link finds out. Only a few steps, within which nothing is called, are atomic.
 """
 
 import errno
@@ -18,18 +18,15 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain, compress, filterfalse, repeat
-from operator import not_
+from collections.abc import Callable
 from typing import Final
 
 from ..base.deadline import Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
-from ..session.identity import build
 from ..wire.commands import BY_METHOD, PARKS
-from ..wire.values import unpack
+from ..wire.values import Framed, unpack
 from . import requests
 from .requests import Request
 from .tls import TlsSocket
@@ -48,13 +45,16 @@ saves a call of poll(). Not longer, because the timeout starts again after a sig
 FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 """Flags of every send. The program may have SIGPIPE at its default, which would kill it when the server is gone."""
 
-_EACH: Final = (FLAGS,)
-
 _PEEK: Final[int] = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
-_COMPILED: Final = build() == "compiled"
+_INCOMPLETE: Final = "a request or reply was incomplete"
 
-_INTERRUPTED: Final = "an interrupt struck within TLS, and the session cannot be resumed"
+_INTERRUPTED: Final = "an interrupt struck within a send or receive, and the session cannot be resumed"
+
+_Sending = tuple[bytes, PendingCall | None, tuple[PendingCall, ...]]
+"""Bytes, the call that they request, and calls before it in the same bytes."""
+
+_NOTHING: Final[_Sending] = b"", None, ()
 
 NO_THREAD: Final = 0
 
@@ -71,21 +71,11 @@ def reset_when_closed(peer: socket.socket, reset: bool) -> None:
 class Leased:
     """An item that a server of ours leases to a call, or will lease."""
 
-    def __init__(self, request: Request, confirmed: list[int]) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.confirmed = confirmed
+        self.item: Framed | None = None
+        self.confirmed: list[int] = []
         """Bytes of the confirmation that were sent; once not empty, the item is the caller's."""
-        self.returned: list[int] = []
-        """Bytes of the GIVE_BACK that were sent."""
-
-
-class Stranded:
-    """An abandoned pop on PyTorch's server, whose item is to be pushed back."""
-
-    def __init__(self, call: PendingCall) -> None:
-        self.call = call
-        self.sent: list[int] = []
-        """Bytes of the push handed to the kernel, by each send."""
 
 
 class SyncConnection:
@@ -95,32 +85,26 @@ class SyncConnection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         self.peer = peer
         self._tls = peer if isinstance(peer, TlsSocket) else None
-        self._torn = False
-        """Whether bytes are between the kernel and what counts them, in the stream of TLS: an interrupt loses count."""
+        self.torn: _Sending | None = None
+        """What is being sent, and not noted yet; `_NOTHING` for what has been noted, and within the decryption."""
         self.session = session
         self.user = NO_THREAD
         """Identifier of the thread that leases it."""
         self.parked = False
         """Whether the call that leases it may block for ever, so that other calls should not wait for it."""
         self.broken = False
-        """Whether a request was sent, or a reply received, only in part, so that it must be closed."""
-        self.broken_by = "a request or reply was incomplete"
+        """Whether it is out of step, or may be, so that it must be closed."""
+        self.broken_by = _INCOMPLETE
         self.frame = b""
-        """A request that may have been sent in part."""
-        self.sent: list[int] = []
-        """Bytes of `frame` handed to the kernel, by each send."""
+        """A request that has been noted, but perhaps not sent to its end."""
+        self.sent: int = 0
+        """Bytes of `frame` handed to the kernel."""
         self.inherited = False
         """Whether it belongs to the parent process."""
-        self._canceled: list[int] = []
-        """Bytes of a cancel that were sent."""
-        self._chunks: list[bytes] = []
-        """Received, but not yet given to the session. `recv` puts it here in one atomic step, so that no interrupt
-        loses it."""
-        self._read: list[list[PendingCall]] = []
-        """The calls that `_chunks` completed, once the session has received it."""
         self.leased: Leased | None = None
         """The item that `give_back` returns, unless it has been confirmed."""
-        self.stranded: list[Stranded] = []
+        self.stranded: list[PendingCall] = []
+        """Abandoned pops on PyTorch's server, whose items are to be pushed back."""
         self.longest: int = 0
         """Bytes of the longest request that took more than one send."""
         self.watched = False
@@ -130,7 +114,7 @@ class SyncConnection:
         self._linking: tuple[ClientSingleLink, PendingCall] | None = None
         """The link of an unanswered LINK."""
         self._received = 0
-        """Bytes received on the link before `_chunks`."""
+        """Bytes received on the link before what has `arrived`."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
         """Reconnects a link; returns the connection, and the reply to LINK on it."""
         self.replaced: Callable[[], object] | None = None
@@ -159,84 +143,30 @@ class SyncConnection:
             taken = link.acknowledgement()
             if taken:
                 data = taken + data
-        sent: list[int] = []
+        self.torn = data, call, ahead
         try:
-            if self._tls is not None:
-                self.sent = sent
-                self.frame = data
-                self._send(data, sent, call, ahead)
-            elif _COMPILED:
-                count: int = self.peer.send(data, FLAGS)
-                if link is not None:
-                    link.note(data, call)
-                if ahead:
-                    session.pending.extend(ahead)
-                if call is not None and not call.done:
-                    session.pending.append(call)
-                if count < len(data):
-                    sent.append(count)
-            else:
-                self.sent = sent
-                self.frame = data
-                sending = self._sending(data, call)
-                if call is None or call.done:
-                    sent += sending
-                else:  # sends when `extend` requests the first call, and appends the calls if something was taken
-                    session.pending.extend(
-                        compress((*ahead, call), chain(filterfalse(sent.append, sending), repeat(True)))
-                    )
+            count: int = self.peer.send(data, FLAGS)
         except BlockingIOError:
+            self.torn = None
             return False
         except OSError as error:
             if not self._breaks(error):
+                self.torn = None
                 raise
-            return False
-        if sent and sent[0] < len(data):
-            self.sent = sent
+            count = 0  # `resume` sends what the server has not received
+        if link is not None:
+            link.note(data, call)
+        if ahead:
+            session.pending.extend(ahead)
+        if call is not None and not call.done:
+            session.pending.append(call)
+        if count < len(data):
             self.frame = data
-            return False
-        session.written += mutates
-        self.frame = b""
-        return True
-
-    def _sending(self, data: bytes, call: PendingCall | None = None) -> Iterator[int]:
-        """Return an iterator of one item, the bytes sent. Taking it sends, and notes that on a link in one step."""
-        sending = map(self.peer.send, (data,), _EACH)
-        if self.link is None:
-            return sending
-        return compress(sending, map(not_, map(self.link.sent.append, ((0, data, call),))))
-
-    def _send(
-        self, data: bytes, sent: list[int], call: PendingCall | None = None, ahead: tuple[PendingCall, ...] = ()
-    ) -> None:
-        """Send, and append to `sent` how many bytes the kernel took, in one step or, with TLS, so that none is lost.
-
-        With TLS a link notes the bytes first, and the calls that then are pending: it sends again what an interrupt
-        or a break has kept from the server. Raises OSError.
-        """
-        tls = self._tls
-        if tls is None:
-            sent += self._sending(data, call)
-            return
-        pending = self.session.pending
-        calls = (*ahead, call) if call is not None and not call.done else ()
-        self._torn = True
-        if self.link is None:
-            pending.extend(calls)
+            self.sent = count
         else:
-            noted = map(not_, map(self.link.sent.append, ((0, data, call),)))
-            if calls:
-                pending.extend(compress(calls, chain(noted, repeat(True))))
-                sent.append(len(data))
-            else:
-                sent.extend(compress((len(data),), noted))
-        try:
-            sent[:] = (tls.send(data),)
-        except OSError as error:
-            if not self._breaks(error):
-                self._torn = False
-                raise
-        self._torn = False
+            session.written += mutates
+        self.torn = None
+        return count == len(data)
 
     def put_rest(
         self,
@@ -251,8 +181,7 @@ class SyncConnection:
         self.longest = max(self.longest, len(data))
         while not whole:
             self._poll(select.POLLOUT, deadline)
-            begun = sum(self.sent) if self.frame else 0
-            if begun:
+            if self.frame:
                 whole = self._push()
                 self.session.written += mutates and whole
             else:
@@ -260,32 +189,28 @@ class SyncConnection:
         self.frame = b""
 
     def _push(self) -> bool:
-        """Send as much of the rest of the frame as the kernel takes; return whether that was all.
-
-        A signal handler may call it in the middle of itself, so one atomic step finds out what is left and sends it.
-        """
-        view = memoryview(self.frame)
-        sent = self.sent
+        """Send as much of the rest of the frame as the kernel takes; return whether that was all."""
+        if self.down is not None or self.sent == len(self.frame):  # a signal handler or a link has sent the rest
+            return self.down is None
+        self.torn = _NOTHING
+        rest = memoryview(self.frame)[self.sent :]
         try:
-            if self._tls is not None:
-                self._torn = True
-                took: int = self._tls.send(view[sum(sent) :])
-                sent.append(took)
-            elif _COMPILED:
-                rest = view[sum(sent) :]
-                count: int = self.peer.send(rest, FLAGS)  # in the slice mypyc would make the call twice
-                sent.append(count)
-            else:
-                sent += map(self.peer.send, map(view.__getitem__, map(slice, map(sum, (sent,)), (None,))), _EACH)
+            count: int = self.peer.send(rest, FLAGS)  # in the slice mypyc would make the call twice
+            self.sent += count
         except BlockingIOError:
             pass
         except OSError as error:
-            self._torn = False
             if not self._breaks(error):
+                self.torn = None
                 raise
-            return False
-        self._torn = False
-        return sum(sent) >= len(view)
+        self.torn = None
+        return self.sent == len(self.frame)
+
+    def _push_rest(self, deadline: Deadline) -> None:
+        """Send the rest of the frame. Raises OSError or DeadlineExceeded."""
+        while not self._push():
+            self._poll(select.POLLOUT, deadline)
+        self.frame = b""
 
     def request(self, request: Request, deadline: Deadline, first: bytes = b"") -> PendingCall:
         """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
@@ -293,7 +218,6 @@ class SyncConnection:
         `first` is a request without a reply to send before it. Raises OSError or DeadlineExceeded.
         """
         session = self.session
-        self._canceled = []
         ahead: tuple[PendingCall, ...] = ()
         if session.unconfirmed() and request[0].flags & PARKS:
             asking, fence = session.prepare_fence(0)
@@ -307,22 +231,34 @@ class SyncConnection:
         return call
 
     def check_partial_send(self) -> None:
-        """After an interrupt, find out whether it tore TLS, or left a request sent in part."""
-        if self._torn:
-            self._torn = False
-            self.session.written += self.frame != b""
-            self.frame = b""
-            if self.can_resume():
-                self.mark_down(self.down or ConnectionResetError(errno.ECONNRESET, _INTERRUPTED))
-            else:
-                self.broken = True
-                self.broken_by = _INTERRUPTED
-        sent = sum(self.sent) if self.frame else 0
-        if sent:
+        """After an interrupt, find out whether it left something sent in part, or perhaps: a link resumes that."""
+        torn = self.torn
+        if torn is None and not self.frame:
+            return
+        if self.frame or (torn is not None and torn[0]):
             self.session.written += 1  # the interrupt may have prevented this; one too many does no harm
-        if 0 < sent < len(self.frame):
-            self.broken = True
+        if torn is not None or self.sent < len(self.frame):
+            why = _INCOMPLETE if torn is None else _INTERRUPTED
+            if not self.can_resume():
+                self.broken = True
+                self.broken_by = why
+            else:
+                if torn is not None:
+                    self._note(*torn)
+                if self.down is None:
+                    self.mark_down(ConnectionResetError(errno.ECONNRESET, why))
         self.frame = b""
+        self.torn = None
+
+    def _note(self, data: bytes, call: PendingCall | None, ahead: tuple[PendingCall, ...]) -> None:
+        """Note what may have been sent on the link. May be called again."""
+        link = self.link
+        assert link is not None
+        _, last, owner = link.sent[-1]
+        if data and not (last is data and owner is call):
+            link.note(data, call)
+        pending = self.session.pending
+        pending.extend([one for one in (*ahead, call) if one is not None and not one.done and one not in pending])
 
     def cancel(self) -> None:
         """Cancel its blocking call, if any, without waiting for the reply. May be called again."""
@@ -330,11 +266,9 @@ class SyncConnection:
         if call is None or call.canceled or self.broken:
             return
         data = self.session.prepare_cancel(call)
-        if not self._canceled:
-            self._send_or_note(data, self._canceled)
-        if self._canceled:
-            self.broken = self._canceled[0] < len(data)
-            call.canceled = True
+        self.torn = data, None, ()  # and nothing is called in between
+        call.canceled = True
+        self._send_end(data)
 
     def give_back(self) -> None:
         """Return the item that is leased, on its way, or waited for, unless it was confirmed, without blocking.
@@ -348,50 +282,48 @@ class SyncConnection:
             self.cancel()
         elif not leased.confirmed and not self.broken:
             data, _ = self.session.prepare(*requests.give_back(leased.request))
-            if not leased.returned:
-                self._send_or_note(data, leased.returned)
-            if leased.returned:
-                self.broken = leased.returned[0] < len(data)
+            self.torn = data, None, ()  # and nothing is called in between
+            self.leased = None
+            self._send_end(data)
         self.leased = None
 
-    def _send_or_note(self, data: bytes, sent: list[int]) -> None:
-        """Send the end of a call without waiting; note it for the next connection of a link that breaks or is down.
-
-        `sent` gets how many bytes count as sent; it stays empty if the connection is out of step, or is lost.
-        """
+    def _send_end(self, data: bytes) -> None:
+        """Send the end of a call, for which `torn` is set, without waiting, or leave it to a link to be resumed."""
+        sent = len(data)
         try:
             if self.down is None:
-                self._send(data, sent)
+                sent = self.peer.send(data, FLAGS)
         except OSError as error:  # lost, or the kernel's buffer is full
             self.broken = not self._breaks(error)
-        if self.down is not None and self.link is not None and not sent:
-            sent.extend(compress((len(data),), map(not_, map(self.link.sent.append, ((0, data, None),)))))
+        if sent < len(data):
+            self.check_partial_send()
+        if self.link is not None and self.torn is not None:
+            self.link.note(data)
+        self.torn = None
 
-    def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
-        """Confirm that a leased item has arrived; `sent` is not empty as soon as the confirmation has been sent.
+    def confirm(self, leased: Leased, deadline: Deadline) -> None:
+        """Confirm that a leased item has arrived; it is the caller's as soon as the confirmation has been sent.
 
         Raises OSError or DeadlineExceeded; then the server takes the item back when the connection ends.
         """
-        data, _ = self.session.request(*requests.confirm(lease))
+        data, _ = self.session.prepare(*requests.confirm(leased.request))
+        if self.down is not None:
+            self.resume(deadline)
         if self.link is not None:
-            self._confirm_on_link(data, sent, deadline)
-            return
-        try:
-            self._send(data, sent)
-        except BlockingIOError:
-            sent.append(0)
-        self._confirm_rest(data, sent, deadline)
-
-    def _confirm_rest(self, data: bytes, sent: list[int], deadline: Deadline) -> None:
-        if sent[0] < len(data):
-            self.broken = True
+            self.link.sent += ((0, data, None),)  # nothing is called from here to `confirmed`
             self.frame = data
-            self.sent = [sent.pop()]
-            while not self._push():
-                self._poll(select.POLLOUT, deadline)
-            self.frame = b""
-            self.broken = False
-            sent.append(len(data))
+            self.sent = 0
+            leased.confirmed += (0,)
+        else:
+            self.torn = _NOTHING
+            try:
+                leased.confirmed += map(self.peer.send, (data,), (FLAGS,))  # in one step, as nothing resumes this
+            except BlockingIOError:
+                leased.confirmed += (0,)
+            self.sent = leased.confirmed[0]
+            self.frame = data
+            self.torn = None
+        self._push_rest(deadline)
 
     def confirm_writes(self, deadline: Deadline) -> None:
         """Wait until the server has executed all writes. Raises OSError, ProtocolError or DeadlineExceeded."""
@@ -401,11 +333,13 @@ class SyncConnection:
         """In a signal handler that has interrupted a call on it, wait until earlier writes have been executed.
 
         Nothing is read, because the bytes are the interrupted call's. The writes precede every pending request, so the
-        first byte of a reply confirms them. If the connection is broken, they are executed when the interrupted call
-        continues. Raises OSError or DeadlineExceeded.
+        first byte of a reply confirms them. It does not wait if the call was interrupted within a send, or if the
+        connection is broken. Raises OSError or DeadlineExceeded.
         """
         session = self.session
-        if self.broken or self._torn or self._chunks or self.down is not None or not session.unconfirmed():
+        if self.broken or self.torn is not None or self.down is not None:
+            return  # the writes are executed when the interrupted call continues
+        if session.arrived or not session.unconfirmed():
             return
         try:
             self._await_writes(deadline)
@@ -415,18 +349,16 @@ class SyncConnection:
             # The interrupted call resumes the link: it has got the error of the broken connection, or is about to.
 
     def _await_writes(self, deadline: Deadline) -> None:
-        if self.frame and sum(self.sent):
-            whole = self._push()
-            while not whole:
+        if self.frame:
+            while not self._push():
                 self._poll(select.POLLOUT, deadline)
-                whole = self._push()
         if not self.session.pending:
             self._put_fence(deadline)
         self._poll(select.POLLIN, deadline)
 
     def _put_fence(self, deadline: Deadline) -> None:
         frame, sent = self.frame, self.sent
-        self.frame, self.sent = b"", []
+        self.frame = b""
         try:
             data, call = self.session.prepare_fence(0)
             if not self.put(data, call):
@@ -473,28 +405,33 @@ class SyncConnection:
             self.read_until(self.session.pending[-1], deadline)
         self._link_opened()
         while self.stranded:
-            self.push_back(self.stranded[0], deadline)
-            del self.stranded[0]
+            self._push_back(self.stranded[0], deadline)
 
-    def push_back(self, stranded: Stranded, deadline: Deadline) -> None:
-        """Push back the item of an abandoned pop. Raises OSError or DeadlineExceeded.
-
-        After an interrupt, `check_partial_send` finds out what was sent; a second call does not repeat it.
-        """
-        call = stranded.call
-        if call.result[1] is not None and not stranded.sent:
-            data, _ = self.session.prepare(*requests.push_back(call.fields[0], call.result[1]))
-            self.sent = stranded.sent
+    def _push_back(self, call: PendingCall, deadline: Deadline) -> None:
+        """Push back the item of an abandoned pop. Raises OSError or DeadlineExceeded."""
+        item = call.result[1]
+        if item is None:
+            self.stranded.remove(call)
+            return
+        data, _ = self.session.prepare(*requests.push_back(call.fields[0], item))
+        while call in self.stranded:
+            self._poll(select.POLLOUT, deadline)
+            self.torn = data, None, ()
+            try:
+                self.sent = self.peer.send(data, FLAGS)
+            except BlockingIOError:
+                self.torn = None
+                continue
             self.frame = data
-            while not self._push():
-                self._poll(select.POLLOUT, deadline)
             self.session.written += 1
-            self.frame = b""
+            self.stranded.remove(call)
+            self.torn = None
+        self._push_rest(deadline)
 
     def read_until(self, call: PendingCall, deadline: Deadline) -> None:
         """Read replies until this call is answered. Raises OSError, ProtocolError or DeadlineExceeded."""
         while not call.done:
-            if not self._chunks or self._read:
+            if not self.session.arrived:
                 self._poll(select.POLLIN, deadline)
             try:
                 self.read(_LONG)
@@ -511,57 +448,38 @@ class SyncConnection:
 
     def read(self, size: tuple[int] = _SHORT) -> None:
         """Read once, up to `size[0]` bytes. Raises OSError, ProtocolError."""
-        chunks = self._chunks
-        if not chunks or self._read:  # an interrupt at the end of this method leaves both
-            chunks.clear()
-            self._read.clear()
-            if self.link is None:
+        arrived = self.session.arrived
+        link = self.link
+        if not arrived:
+            if link is None:
                 self._receive(size)
             else:
-                self._receive_on_link(self.link, size)
-        if self.link is not None:
+                self._receive_on_link(link, size)
+        if link is not None:
             self.counted()
-        if not chunks[0]:
+        if not arrived[0]:
             if self.down is not None:  # a signal handler has received the error
-                chunks.clear()
+                arrived.clear()
                 raise BlockingIOError
             raise ConnectionError(LOST)
-        if _COMPILED:
-            done = self.session.receive(chunks.pop())
-            if self.link is not None:
-                self._acknowledge(self.link, done)
-            return
-        saved = self.session.save()
-        try:
-            self._read += map(self.session.receive, chunks)
-        except ProtocolError:
-            raise
-        except BaseException:  # an interrupt; assume no second one this soon
-            if not self._read:
-                self.broken = True
-                self.session.restore(saved)
-                self._read += map(self.session.receive, chunks)
-                self.broken = False
-            raise
-        if self.link is not None and self._read:
-            self._acknowledge(self.link, self._read[0])
-        chunks.clear()
-        self._read.clear()
+        done = self.session.take()
+        if link is not None:
+            self._acknowledge(link, done)
 
     def _receive(self, size: tuple[int]) -> None:
-        """Receive into `_chunks`, in one step or, with TLS, so that an interrupt is noticed. Raises OSError."""
+        """Receive what the session takes next. No interrupt loses it, but one in the decryption. Raises OSError."""
         tls = self._tls
         if tls is None:
-            self._chunks += map(self.peer.recv, size)
+            self.session.arrived += map(self.peer.recv, size)
             return
         tls.fetch(size[0])
-        self._torn = True
+        self.torn = _NOTHING
         try:
-            self._chunks.append(tls.decrypt(size[0]))
+            self.session.arrived.append(tls.decrypt(size[0]))
         except OSError:
-            self._torn = False
+            self.torn = None
             raise
-        self._torn = False
+        self.torn = None
 
     # On a single link
 
@@ -588,11 +506,12 @@ class SyncConnection:
             self._linking = None
 
     def counted(self) -> ClientSingleLink:
-        """Return the link, with the bytes of `_chunks` counted. May be called again for the same bytes."""
+        """Return the link, with the bytes counted that have `arrived`. May be called again for the same bytes."""
         link = self.link
         assert link is not None
-        if self._chunks and not self._read:
-            link.received = self._received + len(self._chunks[0])
+        arrived = self.session.arrived
+        if arrived:
+            link.received = self._received + len(arrived[0]) - self.session.kept
         return link
 
     def can_resume(self) -> bool:
@@ -653,8 +572,7 @@ class SyncConnection:
                 if not is_break(error):
                     raise
                 return False
-        if self.frame and sum(self.sent):
-            self.sent.append(len(self.frame) - sum(self.sent))
+        self.sent = len(self.frame)
         return True
 
     def _breaks(self, error: OSError) -> bool:
@@ -680,7 +598,7 @@ class SyncConnection:
         self.down = error.with_traceback(None)
 
     def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
-        """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection is broken."""
+        """As `_receive`. Raises BlockingIOError if there is nothing, or the connection is broken."""
         if self.down is not None:
             raise BlockingIOError
         self._received = link.received
@@ -698,31 +616,11 @@ class SyncConnection:
         if done:
             link.answered(done[-1])
         data = link.acknowledgement(ACKNOWLEDGED_AT_ONCE)
-        if not data or self.frame:
-            return
-        self.sent = []
-        self.frame = data
         try:
-            self._send(data, self.sent)
-        except OSError as error:  # broken, or the kernel's buffer is full: the next one acknowledges these bytes, too
-            self._breaks(error)
-        if 0 < sum(self.sent) < len(data):
-            self.broken = True  # as after any request that is sent in part
-        self.frame = b""
-
-    def _confirm_on_link(self, data: bytes, sent: list[int], deadline: Deadline) -> None:
-        """Confirm as `confirm` does; replace the connection first if it breaks."""
-        while not sent:
-            if self.down is not None:
-                self.resume(deadline)
-            try:
-                self._send(data, sent)
-            except BlockingIOError:
-                self._poll(select.POLLOUT, deadline)
-            except OSError as error:
-                if not self._breaks(error):
-                    raise
-        self._confirm_rest(data, sent, deadline)
+            if data and not self.put(data, None):  # if the kernel's buffer is full, the next one acknowledges this, too
+                self.check_partial_send()
+        except OSError:
+            pass  # the server has closed the connection
 
     def _poll(self, event: int, deadline: Deadline) -> None:
         if self.down is not None:

@@ -2,8 +2,8 @@
 
 Without I/O. It must not know how bytes travel, what time it is, or what they mean.
 
-Invariant: after `resume`, both ends get every byte once and in order, or `resume` raises. `sent` is changed by single
-steps of C code, or by two between which no interrupt can strike, so that an interrupt finds it consistent.
+Invariant: after `resume`, both ends get every byte once and in order, or `resume` raises. `sent` is changed by steps
+that call nothing in between, so that an interrupt finds it consistent.
 """
 
 import errno
@@ -12,14 +12,11 @@ from typing import Final
 
 from ..base.errors import ProtocolError
 from ..session.client import PendingCall
-from ..session.identity import build
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD
 from ..wire.link import VERSION
 from .frames import NEW, RESUMED
 from .link_client import link_fields, read_reply
-
-_COMPILED: Final = build() == "compiled"
 
 ACKNOWLEDGED_BYTES: Final = 1024
 """Bytes of replies, which the server keeps, after which the next request acknowledges them."""
@@ -115,11 +112,11 @@ class ClientSingleLink:
     def answered(self, call: PendingCall) -> None:
         """Note that the server has taken everything up to the request of a call, as it has replied to that."""
         total = 0
-        if _COMPILED and len(self.sent) == 2:  # compiled, no interrupt strikes between the steps below
+        if len(self.sent) == 2:  # the common case
             _, data, owner = self.sent[1]
             if owner is call:
                 self.sent[0] = (self.sent[0][0] + len(data), b"", None)
-                self.sent.pop()
+                del self.sent[1]
                 self.unanswered = 0
             return
         for number, (before, data, owner) in enumerate(self.sent):

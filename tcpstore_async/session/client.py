@@ -5,7 +5,7 @@ the race between a wake-up and its cancel. It does not know how bytes travel, wh
 
 Invariants: replies belong to requests in the order in which these were sent. Only its cancel may follow a request that
 blocks, and a canceled call is done only when the server has replied to the cancel, so the connection never gets out of
-step. After a ProtocolError, drop the session.
+step. An interrupt of `take` leaves each reply taken or untouched. After a ProtocolError, drop the session.
 """
 
 from collections import deque
@@ -28,6 +28,9 @@ _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
 _CANCEL_FETCH: Final = BY_METHOD["cancel_fetch"]
 _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _GIVE_BACK: Final = BY_METHOD["give_back"]
+
+_WOKEN: Final = object()
+"""Stands for the wake-up before the reply to a cancel."""
 
 
 class PendingCall:
@@ -71,7 +74,14 @@ class ClientSession:
         """The number of writes without reply that were sent."""
         self.confirmed: int = 0
         """How many of these the server is known to have executed."""
+        self.arrived: list[bytes] = []
+        """The chunk to `take`, behind what has been kept."""
+        self.kept: int = 0
+        """How many of its bytes had been kept."""
+        self._at: int = 0
+        """How many of its bytes have been taken."""
         self._input_buffer: bytearray | None = None
+        """An incomplete reply, to be joined with the next chunk."""
         self._need: int = 0
         self._partial: PartialReply | None = None
 
@@ -164,114 +174,98 @@ class ClientSession:
 
         Raises ProtocolError for what cannot be a reply.
         """
-        data = chunk
+        if not chunk:
+            return []
+        self.arrived.append(chunk)
+        return self.take()
+
+    def take(self) -> list[PendingCall]:
+        """As `receive`, for the chunk that has `arrived`. After an interrupt, call it again unless that has gone."""
+        data = self.arrived[0]
         if self._input_buffer is not None:
-            self._input_buffer += chunk
-            if len(self._input_buffer) < self._need:
+            kept = len(self._input_buffer)
+            if kept + len(data) < self._need:
+                self._input_buffer += data  # nothing is called between these two, so no interrupt strikes
+                del self.arrived[0]
                 return []
-            data = bytes(self._input_buffer)
+            data = b"".join((self._input_buffer, data))
             self._input_buffer = None
+            self.arrived[0] = data
+            self.kept = kept
         done: list[PendingCall] = []
-        at = 0
+        at = self._at
         end = len(data)
         while at < end:
             if not self.pending:
                 raise ProtocolError(f"server sent {counted(end - at, 'unexpected byte')}")
             call = self.pending[0]
-            stop = self._decode_reply(call, data, at, end)
+            result, stop = self._decode_reply(call, data, at, end)
             if stop < 0:
-                at = at if self._partial is None else self._partial.at
-                self._need = -stop - at
-                self._input_buffer = bytearray(memoryview(data)[at:])
+                self._keep(result, data, at, -stop)
                 break
+            self._complete(call, result, stop if stop < end else 0)
             at = stop
             if call.done:
-                self._complete(call)
                 done.append(call)
         return done
 
-    def _decode_reply(self, call: PendingCall, data: bytes, at: int, end: int) -> int:
-        """Decode a call's reply, or part of it. Returns where that stops, or minus the length that is needed."""
+    def _decode_reply(self, call: PendingCall, data: bytes, at: int, end: int) -> tuple[Any, int]:
+        """Decode a call's reply, or part of it. Returns as `ReplyCodec.decode`, or `_WOKEN` and where that stops."""
         if call.canceled and call.command.reply is DEFERRED_VALUE:
             return self._decode_canceled_fetch(call, data, at, end)
         if call.canceled and call.command is not _LEASE_LATER:  # which has one reply in any case
-            return self._decode_canceled(call, data[at], at)
+            return self._decode_canceled(call, data[at]), at + 1
         if self._partial is None:
-            result, stop = call.command.reply.decode(data, at, end, call.count)
-        else:
-            result, stop = self._partial.decode(data, at, end)
-        if stop < 0:
-            self._partial = result
-            return stop
-        self._partial = None
-        call.result = result
-        call.done = True
-        return stop
+            return call.command.reply.decode(data, at, end, call.count)
+        return self._partial.decode(data, at, end)
 
-    def _decode_canceled(self, call: PendingCall, byte: int, at: int) -> int:
+    def _decode_canceled(self, call: PendingCall, byte: int) -> Any:
         """Decode the reply to the cancel, or the wake-up that was sent before it."""
         if byte == WAIT_CANCELED:
-            call.done = True
-        elif byte == STOP_WAITING and not call.woken:
-            call.woken = True
-        else:
-            raise ProtocolError("wait_canceled response is expected")
-        return at + 1
+            return None
+        if byte == STOP_WAITING and not call.woken:
+            return _WOKEN
+        raise ProtocolError("wait_canceled response is expected")
 
-    def _decode_canceled_fetch(self, call: PendingCall, data: bytes, at: int, end: int) -> int:
+    def _decode_canceled_fetch(self, call: PendingCall, data: bytes, at: int, end: int) -> tuple[Any, int]:
         stop = at + PREFIX
         if stop > end:
-            return -stop
+            return None, -stop
         if data[at:stop] == ABSENT:
-            call.done = True
-        elif call.woken:
+            return None, stop
+        if call.woken:
             raise ProtocolError("expected the reply to a canceled FETCH")
-        else:
-            _, stop = call.command.reply.decode(data, at, end, 1)
-            call.woken = stop > 0
-        return stop
+        _, stop = call.command.reply.decode(data, at, end, 1)
+        return None if stop < 0 else _WOKEN, stop
 
-    def _complete(self, call: PendingCall) -> None:
-        self.pending.popleft()
+    # Nothing is called below that changes anything, so an interrupt finds all of it done, or none.
+
+    def _keep(self, partial: PartialReply | None, data: bytes, at: int, need: int) -> None:
+        """Keep an incomplete reply, which starts at `at`, until `data` has the length `need`."""
+        whole = 0
+        if partial is not None:
+            at = partial.at
+            whole = len(partial.items)
+        rest = bytearray(memoryview(data)[at:])
+        if partial is not None:
+            partial.whole = whole
+        self._partial = partial
+        self._need = need - at
+        self._input_buffer = rest
+        self._at = self.kept = 0
+        del self.arrived[0]
+
+    def _complete(self, call: PendingCall, result: Any, at: int) -> None:
+        """Note a call's reply, or its wake-up, behind which the chunk has more at `at`, unless that is 0."""
+        self._partial = None
+        self._at = at
+        if not at:
+            self.kept = 0
+            del self.arrived[0]
+        if result is _WOKEN:
+            call.woken = True
+            return
+        del self.pending[0]
         self.confirmed = call.written
-
-    # Interrupts
-
-    def save(self) -> "Saved":
-        """Save what `receive` changes, to `restore` it if an interrupt strikes meanwhile."""
-        return Saved(self, self._input_buffer, self._need, self._partial)
-
-    def restore(self, saved: "Saved") -> None:
-        """Undo what was received since: the same bytes may be received again."""
-        for call in saved.pending:
-            call.done = False
-        if saved.pending:
-            saved.pending[-1].woken = saved.woken
-        self.pending.clear()
-        self.pending.extend(saved.pending)
-        self.confirmed = saved.confirmed
-        self._input_buffer = saved.input_buffer
-        if self._input_buffer is not None:
-            del self._input_buffer[saved.length :]
-        self._need = saved.need
-        self._partial = saved.partial
-        if self._partial is not None:
-            del self._partial.items[saved.items :]
-            self._partial.at = saved.at
-
-
-class Saved:
-    """The state of a session before it received something."""
-
-    def __init__(
-        self, session: ClientSession, input_buffer: bytearray | None, need: int, partial: PartialReply | None
-    ) -> None:
-        self.pending: list[PendingCall] = list(session.pending)
-        self.woken: bool = bool(self.pending) and self.pending[-1].woken
-        self.confirmed = session.confirmed
-        self.input_buffer = input_buffer
-        self.length = 0 if input_buffer is None else len(input_buffer)
-        self.need = need
-        self.partial = partial
-        self.items = 0 if partial is None else len(partial.items)
-        self.at = 0 if partial is None else partial.at
+        call.result = result
+        call.done = True

@@ -538,12 +538,15 @@ class PartialReply:
         self.items: list[Framed] = []
         self.bare = bare
         """Whether items are kept without their length prefix: keys are, values are not."""
+        self.whole = 0
+        """How many items the data before has brought. Others are decoded again, after an interrupt."""
         self.at = 0
         """Where the unused bytes begin in the data that was last decoded."""
 
     def decode(self, data: bytes, at: int, end: int) -> tuple[Any, int]:
         """Continue decoding; returns and raises as `ReplyCodec.decode`."""
         items = self.items
+        del items[self.whole :]
         skip = PREFIX if self.bare else 0
         while len(items) < self.count:
             stop = _framed_stop(data, at, end)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from interrupts import Stop, interrupt
 from support import LIMIT, blob
 from tcpstore_async import DistNetworkError
 from tcpstore_async.base.deadline import Deadline
@@ -151,7 +152,7 @@ def test_a_request_that_was_sent_in_part_is_sent_again_once() -> None:
         with linked(peer) as connection:
             connection.reach = lambda link, deadline: (ours, RESUMED)
             assert not connection.put(data, call, True)
-            assert 0 < sum(connection.sent) < len(data)
+            assert 0 < connection.sent < len(data)
             connection.mark_down(RESET)
             reader.start()
             connection.put_rest(data, call, Deadline(LIMIT), True)
@@ -169,11 +170,12 @@ class Reluctant(socket.socket):
         return super().send(data[:3] if data[:1] == BY_METHOD["taken"].prefix else data, flags)
 
 
-def test_an_acknowledgement_that_was_sent_in_part_ends_the_connection() -> None:
-    """The server would take the next request for the rest of it."""
+def test_the_rest_of_an_acknowledgement_that_was_sent_in_part_follows_on_the_next_connection() -> None:
+    """The server would take the next request for it."""
     ours, theirs = socket.socketpair()
+    next_ours, next_theirs = socket.socketpair()
     reluctant = Reluctant(fileno=ours.detach())
-    with theirs, linked(reluctant) as connection:
+    with theirs, next_theirs, linked(reluctant) as connection:
         call = connection.request((BY_METHOD["get"], (pack(b"k"),)), Deadline(LIMIT))
         request = theirs.recv(1 << 16)
         writer = threading.Thread(target=theirs.sendall, args=[blob(b"v" * ACKNOWLEDGED_AT_ONCE)])
@@ -181,8 +183,67 @@ def test_an_acknowledgement_that_was_sent_in_part_ends_the_connection() -> None:
         connection.read_until(call, Deadline(LIMIT))
         writer.join(LIMIT)
         assert request.endswith(b"k")
-        assert (
-            theirs.recv(1 << 16) == BY_METHOD["taken"].prefix + connection.counted().received.to_bytes(8, "little")[:2]
-        )
-        with pytest.raises(ConnectionError):
-            connection.drain_abandoned_calls(Deadline(LIMIT))
+        taken = BY_METHOD["taken"].prefix + connection.counted().received.to_bytes(8, "little")
+        assert theirs.recv(1 << 16) == taken[:3]
+        reply = b'{"status": "resumed", "taken": %d}' % len(request + taken[:3])
+        connection.reach = lambda link, deadline: (next_ours, reply)
+        connection.drain_abandoned_calls(Deadline(LIMIT))
+        assert next_theirs.recv(1 << 16) == taken[3:]
+
+
+# What is received
+
+
+class Signaled(socket.socket):
+    """A socket whose first wait is interrupted."""
+
+    signaled = False
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if not self.signaled:
+            self.signaled = True
+            raise Stop
+        return super().recv(size, flags)
+
+
+def test_an_interrupt_while_it_waits_for_a_reply_leaves_it_in_step() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, Signaled(fileno=ours.detach()) as peer:
+        connection = SyncConnection(peer, ClientSession())
+        call = connection.request((BY_METHOD["ping"], (7,)), Deadline(LIMIT))
+        with pytest.raises(Stop):
+            connection.read()
+        connection.check_partial_send()
+        assert not connection.broken
+        theirs.sendall((7).to_bytes(4, "little"))
+        connection.drain_abandoned_calls(Deadline(LIMIT))
+        assert call.result == 7
+
+
+@pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
+def test_an_interrupt_at_every_step_of_receiving_loses_and_repeats_no_byte() -> None:
+    """Of replies in several chunks, one of which has the end of one reply and the beginning of the next."""
+    values = [pack(bytes([number]) * size) for number, size in enumerate((700, 3, 1000))]
+    step, struck = 0, True
+    while struck:
+        ours, theirs = socket.socketpair()
+        with theirs, linked(ours) as connection:
+            calls = [
+                connection.request((BY_METHOD[method], fields), Deadline(LIMIT))
+                for method, fields in (("add", (b"k", 1)), ("multi_get", ([b"a", b"b", b"c"],)), ("ping", (7,)))
+            ]
+            said = (5).to_bytes(8, "little") + b"".join(values) + (7).to_bytes(4, "little")
+            theirs.sendall(said)
+
+            def read() -> None:
+                while not calls[-1].done:  # noqa: B023
+                    connection.read()
+
+            struck = interrupt(read, step)
+            assert connection.down is None
+            read()
+            assert [call.result for call in calls] == [5, values, 7]
+            assert connection.counted().received == len(said)
+            assert not connection.session.pending
+        step += 1
+    assert step > 50

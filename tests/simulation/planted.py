@@ -94,14 +94,13 @@ def _fires_again(store: Keyspace, waiter: Waiter, ended: int) -> None:
     waiter.fire(None)
 
 
-def _wake_is_the_answer(session: ClientSession, call: PendingCall, byte: int, at: int) -> int:
-    call.done = True
-    return at + 1
-
-
-def _believes_all(session: ClientSession, call: PendingCall) -> None:
-    session.pending.popleft()
+def _believes_all(session: ClientSession, call: PendingCall, *_: object) -> None:
     session.confirmed = session.written
+
+
+def _replies_twice(session: ClientSession, call: PendingCall, *_: object) -> None:
+    if call.done:
+        session.pending.appendleft(call)
 
 
 def _newest_first(store: Keyspace, key: bytes) -> None:
@@ -266,14 +265,10 @@ PLANTED: dict[str, Plant] = {
     "a client takes a wake-up for the reply to its cancel": (
         ClientSession,
         "_decode_canceled",
-        _instead(_wake_is_the_answer),
+        _instead(lambda session, call, byte: None),
     ),
-    "a client believes writes too early": (ClientSession, "_complete", _instead(_believes_all)),
-    "a client gives two replies to one call": (
-        ClientSession,
-        "_complete",
-        _instead(lambda session, call: setattr(session, "confirmed", call.written)),
-    ),
+    "a client believes writes too early": (ClientSession, "_complete", _after(_believes_all)),
+    "a client gives two replies to one call": (ClientSession, "_complete", _after(_replies_twice)),
 }
 
 
