@@ -794,6 +794,16 @@ def test_a_call_that_times_out_while_it_resumes_does_not_end_the_session(port: i
         assert store.check(["never"]) is False
 
 
+def test_a_request_that_times_out_when_it_is_partly_sent_is_executed_once(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        store.set_timeout(0.2)
+        with proxy._lock, pytest.raises(StoreTimeoutError):  # nothing is carried
+            store.append("large", bytes(8_000_000))
+        store.set_timeout(LIMIT)
+        assert len(store.get("large")) == 8_000_000
+        store.delete_key("large")
+
+
 def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_sent_once(port: int) -> None:
     value = os.urandom(6_000_000)
     connection = SyncConnection(*connect_blocking("127.0.0.1", port, Deadline(LIMIT)))
