@@ -3,8 +3,8 @@
 It makes calls, keeps their deadlines, and identifies the server. `pool.py` decides which connection a call may use.
 This module must not know what a request means.
 
-Invariants: a call that is interrupted or times out leaves its connection in step or closed. A value that has left its
-queue reaches its caller or is pushed back.
+Invariants: a call that is interrupted or times out leaves its connection in step, down or closed. A value that has left
+its queue reaches its caller or is pushed back.
 """
 
 import functools

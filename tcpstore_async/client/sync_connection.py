@@ -9,7 +9,8 @@ elsewhere can wait until everything written before has been executed, and change
 
 Signal handlers run where the interpreter calls something or jumps back; in compiled code, only within blocking system
 calls and in interpreted functions. While `torn` is set, nobody can tell what has been sent: `check_partial_send` notes
-all of it then, and the link finds out. Only a few steps, within which nothing is called, are atomic.
+all of it then, and the link finds out. Only a few steps, within which nothing is called, are atomic; so is one
+call of C code, such as `+=` of a `map`.
 """
 
 import errno
@@ -235,7 +236,7 @@ class SyncConnection:
         torn = self.torn
         if torn is None and not self.frame:
             return
-        if self.frame or (torn is not None and torn[0]):
+        if self.frame or (torn is not None and torn[0] and torn[1] is None):
             self.session.written += 1  # the interrupt may have prevented this; one too many does no harm
         if torn is not None or self.sent < len(self.frame):
             why = _INCOMPLETE if torn is None else _INTERRUPTED
@@ -425,7 +426,7 @@ class SyncConnection:
             self.frame = data
             self.session.written += 1
             self.stranded.remove(call)
-            self.torn = None
+            self.torn = None  # not before: it would be pushed back twice
         self._push_rest(deadline)
 
     def read_until(self, call: PendingCall, deadline: Deadline) -> None:
