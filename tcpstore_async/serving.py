@@ -200,7 +200,7 @@ def _http_process(server: "Server", options: "HttpOptions | None") -> AbstractAs
 
 
 def _clients(server: "Server") -> int:
-    with server.lock:
+    with server.turn:
         return server.links.clients(server.count)
 
 

@@ -103,7 +103,7 @@ class World:
 
     def lines(self) -> list[bytes]:
         """Return the reply of the admin socket."""
-        inspection = Inspection(self.store, self.history, self.history.now)
+        inspection = Inspection(self.store, self.history, self.history.clock.now)
         facts = [{"server": inspection.summary()}]
         for part in (inspection.sessions(), inspection.counters(), inspection.keys()):
             facts += part

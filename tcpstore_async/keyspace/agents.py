@@ -9,13 +9,14 @@ agent that has gone is its name, which `Rounds` counts, or `Ended` if its job en
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from struct import Struct
 from typing import Any, Final
 
 import msgspec
 
+from ..base.clock import Clock
 from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
 from ..wire.values import PREFIX, Framed, unpack
 from .accounts import Account
@@ -101,8 +102,7 @@ class AgentRegistry(SharedRequests):
         """Why no further rounds are formed; empty while they are."""
         self.ended: OrderedDict[bytes, Ended] = OrderedDict()
         """Jobs that are remembered to have ended successfully, oldest first, keyed by the key of the job."""
-        self.clock: Callable[[], float] | None = None
-        """Returns the time, in seconds of the server's clock."""
+        self.clock = Clock()
 
     def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
         """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
@@ -238,7 +238,7 @@ class AgentRegistry(SharedRequests):
             self._forget_end(key)
         elif not rounds.closed and rounds.is_intact():
             self._forget_old_ends()
-            ended = Ended(self._now(), rounds.group.names, self.account)
+            ended = Ended(self.clock.now, rounds.group.names, self.account)
             size = len(key) + ended.cost()
             try:
                 self._make_room(size)
@@ -256,21 +256,18 @@ class AgentRegistry(SharedRequests):
 
     def _forget_old_ends(self) -> None:
         """Forget the jobs that ended too long ago, and make room for one more."""
-        oldest = self._now() - REMEMBERED_SECONDS
+        oldest = self.clock.now - REMEMBERED_SECONDS
         while self.ended:
             key, ended = next(iter(self.ended.items()))
             if ended.at > oldest and len(self.ended) < MOST_REMEMBERED:
                 return
             self._forget_end(key)
 
-    def _now(self) -> float:
-        return 0.0 if self.clock is None else self.clock()
-
     def _describe(self, key: bytes, rounds: Rounds) -> bytes:
         """Return who is in the current round, and how the job has ended if it did so successfully, as JSON."""
         described: dict[str, Any] = {"agents": _texts(rounds.group.names)}
         ended = self.ended.get(key)
-        since = 0.0 if ended is None else self._now() - ended.at
+        since = 0.0 if ended is None else self.clock.now - ended.at
         if ended is not None and since < REMEMBERED_SECONDS:
             described["ended"] = {"since": round(since, 3), "count": ended.count, "agents": _texts(ended.names)}
         return msgspec.json.encode(described)

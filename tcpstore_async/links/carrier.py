@@ -45,7 +45,7 @@ class Carrier(Holder):
         self.attempt: int = 0
         """The number of the last LINK that succeeded; 0 if its client does not count."""
         self.connected = False
-        self.lost: float = registry.now
+        self.lost: float = registry.clock.now
         """When its last connection broke, in seconds of the server's clock."""
         self.queues: dict[tuple[Store, bytes], None] = {}
         """Stores and the names of queues in them for which its sessions were skipped, in the order of skipping."""
@@ -76,7 +76,7 @@ class Carrier(Holder):
     def detach(self) -> None:
         """Note that the connection is gone: the grace period begins."""
         self.connected = False
-        self.lost = self.registry.time()
+        self.lost = self.registry.clock.now
 
     def overdue(self, now: float) -> str:
         """Return why a link without a connection must end now: the grace period is over; "" if it is not."""

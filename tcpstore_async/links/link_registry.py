@@ -184,10 +184,11 @@ class LinkRegistry(LinkWork):
         reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
         return pack(msgspec.json.encode(reply))
 
-    def tick(self, now: float) -> bool:
+    def tick(self) -> bool:
         """Acknowledge, keep alive, and end what is overdue; return whether there are links."""
-        soon = now + (now - self.now)
-        self.now = now
+        now = self.clock.now
+        soon = now + (now - self.ticked)
+        self.ticked = now
         for link in list(self.links.values()):
             link.tick(now, soon)
         for identity in list(self.suspended):

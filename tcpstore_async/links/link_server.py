@@ -107,8 +107,8 @@ class ServerLink(SharedLink):
         self._waiting: deque[LinkedSession] = deque()
         """Sessions with replies that did not fit; each in turn sends a piece."""
         self._taking = False
-        self._heard: float = registry.now
-        self._sent: float = registry.now
+        self._heard: float = registry.clock.now
+        self._sent: float = registry.clock.now
         self._hosts: dict[bytes, str] = {}
         """Hosts for the log, keyed by the addresses of ranks."""
 
@@ -129,8 +129,8 @@ class ServerLink(SharedLink):
         self.connection = connection
         self.host = connection.host
         connection.partial = LinkInput(self, connection)
-        self.attached_at = self.registry.time()
-        self._heard = self._sent = self.registry.now
+        self.attached_at = self.registry.clock.now
+        self._heard = self._sent = self.registry.clock.now
         self.note()
         self.carrier.attach()
         for linked in self.sessions.values():
@@ -196,7 +196,7 @@ class ServerLink(SharedLink):
         """Handle frames, and put the resulting frames into the output of the connection's session."""
         connection = self.connection
         assert connection is not None
-        self._heard = self.registry.now
+        self._heard = self.registry.clock.now
         self._taking = True
         try:
             most = 0 if connection.unsent > connection.store.limits.unsent_high_water else self.registry.portion
@@ -258,7 +258,7 @@ class ServerLink(SharedLink):
             self.add(CLOSE, session, REFUSED)
             return
         registry.sessions += 1
-        linked = self.sessions[session] = LinkedSession(store, self, session, host, port, registry.time())
+        linked = self.sessions[session] = LinkedSession(store, self, session, host, port, registry.clock.now)
         if self.granted:
             linked.session.grant_access(self.access)
             registry.make_way(linked.session)
@@ -335,7 +335,7 @@ class ServerLink(SharedLink):
             self.out = []
             connection.out.extend(out)
             connection.unsent += length(out)
-            self._sent = self.registry.now
+            self._sent = self.registry.clock.now
         self._count()
         return len(out) > 0
 

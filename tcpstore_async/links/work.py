@@ -38,10 +38,9 @@ class LinkWork:
         """Ids of the single links that have no connection now."""
         self.skipped: int = 0
         """How often sessions were skipped, so far."""
-        self.now: float = 0.0
-        """The time of the last `tick`, in seconds of the server's clock."""
-        self.clock: Callable[[], float] | None = None
-        """Returns the time, more exactly than `now`."""
+        self.clock = store.hub.clock
+        self.ticked: float = self.clock.now
+        """The time of the last `tick`."""
         self.on_work: Callable[[], object] = ignore
         """Called when there is work after none: call `work` soon."""
         self.on_link: Callable[[], object] = ignore
@@ -82,10 +81,6 @@ class LinkWork:
         A session that resumes is not new: it is admitted whatever is suspended.
         """
         raise NotImplementedError
-
-    def time(self) -> float:
-        """Return the time, in seconds of the server's clock."""
-        return self.now if self.clock is None else self.clock()
 
     def fail(self, transport: Transport) -> None:
         """Close a session after an internal error. Call it in the exception handler."""

@@ -2,7 +2,7 @@
 
 An observed store (`Store.observe`) reports each command that writes. A session itself knows when it was last heard,
 whether it has joined and which BARRIER it is in; the history keeps this for sessions that have left. Knows commands by
-the names of their methods; must not know sockets, nor what is stored. It reads no clock: the server sets `now`.
+the names of their methods; must not know sockets, nor what is stored. It reads no clock but the server's.
 
 Invariants: what a peer is sent does not depend on whether there is a history. Everything remembered, and
 departed sessions that it refers to, are counted in the budget and bounded: beyond the history's share, the older part
@@ -110,6 +110,7 @@ class History(Observer):
         super().__init__()
         self.store = store
         self.keyspace = store.keyspace
+        self.clock = store.keyspace.clock
         self.held: int = 0
         """Bytes counted for the whole history."""
         self.barriers: dict[bytes, Barrier] = {}
@@ -230,21 +231,21 @@ class History(Observer):
         last = self._last
         if last.by is self.store.serving and key == last.key:
             self.keyspace.set(last.key, value)  # the same key, whose hash is cached
-            last.at = self.now
+            last.at = self.clock.now
             return
         self.keyspace.set(key, value)
         write = self._young.get(key)
         if write is None or write.by is not self.store.serving:
             self._note(key, False)
         else:  # common: saves a call
-            write.at = self.now
+            write.at = self.clock.now
             self._last = write
 
     def _add(self, key: bytes, amount: int) -> int:
         last = self._last
         if last.by is self.store.serving and key == last.key and last.barrier is None and amount:
             total = self.keyspace.add(last.key, amount)
-            last.at = self.now
+            last.at = self.clock.now
             return total
         write = self._young.get(key)
         if write is None or write.barrier is not None or not amount:
@@ -257,7 +258,7 @@ class History(Observer):
             if session is not None and session.serial == 0:
                 self.serial(session)
             write.by = session
-        write.at = self.now
+        write.at = self.clock.now
         self._last = write
         return total
 
@@ -338,14 +339,14 @@ class History(Observer):
             if session is not None and session.serial == 0:
                 self.serial(session)
             write.by = session
-        write.at = self.now
+        write.at = self.clock.now
         self._last = write
         return write
 
     def _remember(self, key: bytes, counts: bool) -> Write:
         """Add a write to a key that is new, or whose last write is old."""
         self._grow(_KEY_BYTES + len(key))
-        write = self._young[key] = Write(key, self.now)
+        write = self._young[key] = Write(key, self.clock.now)
         if counts:
             if key == WORKERS_KEY:
                 write.barrier = self._joining

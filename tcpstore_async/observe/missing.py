@@ -306,7 +306,7 @@ class Inquiry:
         """Add what is known of the sessions to which the answer refers."""
         store, history = self._store, self._history
         assert history is not None
-        inspection = Inspection(store, history, history.now)
+        inspection = Inspection(store, history, history.clock.now)
         sessions: list[Fact] = []
         departed: list[Fact] = []
         joined: list[int] = []
@@ -502,7 +502,7 @@ def has_joined(session: ServerSession) -> bool:
 
 
 def _age(history: History, at: float) -> float:
-    return round(max(0.0, history.now - at), 3)
+    return round(max(0.0, history.clock.now - at), 3)
 
 
 def _number(expected: Framed) -> int:

@@ -47,8 +47,8 @@ _READ_SECONDS: Final = 10.0
 _WRITE_SECONDS: Final = 60.0
 """Time for the peer to read a portion."""
 
-_CLOCK_SECONDS: Final = 0.2
-"""Time between two updates of the history's clock: reading the time for each poll would cost as much as all notes."""
+_LAG_SECONDS: Final = 0.2
+"""Time between two looks at how late the loop is."""
 
 _SERIAL_BITS: Final = 24
 """Low bits of a session's serial number, which count the sessions of one store."""
@@ -145,17 +145,16 @@ class Admin:
         self._lag = Histogram()
         """How late the loop runs what is due."""
         self._due: float = 0.0
-        """When `_set_clock` is due."""
+        """When `_measure_lag` is due."""
         self._accepting: asyncio.AbstractServer | None = None
-        self._clock: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._peers: set[asyncio.Task[None]] = set()
         self._monitors: set[Monitor] = set()
         self._audited: set[tuple[str, str]] = set()
         """Users with their processes, and their requests."""
         self._closed = False
-        with server.lock:
+        with server.turn:
             self.history = History(server.store)
-            self.history.now = self._began
             server.store.observe(self.history)
             server.times = self._times
             server.named.on_created = self._observe
@@ -163,7 +162,7 @@ class Admin:
 
     async def start(self) -> None:
         """Answer from now on."""
-        self._schedule_clock()
+        self._schedule_lag()
         self._accepting = await asyncio.start_unix_server(self._accept, sock=self._listener)
 
     async def close(self) -> None:
@@ -171,8 +170,8 @@ class Admin:
         self._closed = True
         if os.getpid() == self._pid:
             admin_path.remove(self.path, self._identity)
-        if self._clock is not None:
-            self._clock.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._accepting is not None:
             self._accepting.close()
         self._listener.close()
@@ -185,20 +184,15 @@ class Admin:
         """Observe a new store. The more stores there are, the shorter their histories."""
         named = self.server.named
         history = History(store, MOST_BYTES // len(named.stores), named.created << _SERIAL_BITS)
-        history.now = self.history.now
         store.observe(history)
 
-    def _set_clock(self) -> None:
+    def _measure_lag(self) -> None:
         self._lag.add(max(0.0, time.monotonic() - self._due))
-        self._schedule_clock()
+        self._schedule_lag()
 
-    def _schedule_clock(self) -> None:
-        now = self.history.now = time.monotonic()
-        for store in self.server.named.stores.values():
-            if store.observer is not None:
-                store.observer.now = now
-        self._due = now + _CLOCK_SECONDS
-        self._clock = self.server.loop.call_later(_CLOCK_SECONDS, self._set_clock)
+    def _schedule_lag(self) -> None:
+        self._due = time.monotonic() + _LAG_SECONDS
+        self._timer = self.server.loop.call_later(_LAG_SECONDS, self._measure_lag)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = asyncio.current_task()
@@ -260,18 +254,18 @@ class Admin:
         self._monitors.add(monitor)
         ended = asyncio.ensure_future(reader.read(1))
         try:
-            with self.server.lock:
+            with self.server.turn:
                 store.hub.watch(monitor.note)
             await _write(writer, _encode({"server": self._about()}))
             while not ended.done() and not self._closed:  # before 3.12, wait_for may swallow a cancellation
                 await asyncio.wait([ended], timeout=_SAMPLE_SECONDS)
-                with self.server.lock:
+                with self.server.turn:
                     samples = monitor.take()
                     fact = {"samples": samples, "seen": monitor.seen, "dropped": monitor.dropped}
                 if samples:
                     await _write(writer, _encode(fact))
         finally:
-            with self.server.lock:
+            with self.server.turn:
                 store.hub.unwatch(monitor.note)
             self._monitors.discard(monitor)
             ended.cancel()
@@ -291,7 +285,7 @@ class Admin:
                 self._audited.clear()
             self._audited.add((user, asked))
         text = f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}"
-        with self.server.lock:
+        with self.server.turn:
             self.server.log_audit(user, text, logging.INFO)
 
     async def _request(self, reader: asyncio.StreamReader) -> Request | str:
@@ -305,14 +299,14 @@ class Admin:
             return f"invalid request: {error}"
 
     def _facts(self, request: Request | str) -> Iterator[dict[str, Any]]:
-        """Yield the lines of the reply, each computed with the server's lock. Empty ones are not sent."""
+        """Yield the lines of the reply, each computed in a turn. Empty ones are not sent."""
         if isinstance(request, str):
             yield {"error": request}
             return
         server = self.server
         shown: Store = server.store
         history = self.history
-        with server.lock:
+        with server.turn:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
                 yield {"error": _no_store(request.drop)}
                 return
@@ -323,7 +317,7 @@ class Admin:
                     yield {"error": _no_store(request.store)}
                     return
                 shown, history = named, found
-            inspection = Inspection(shown, history, time.monotonic(), request.store is None, server.named)
+            inspection = Inspection(shown, history, server.clock.now, request.store is None, server.named)
             about = {**self._about(), **inspection.summary()}
         yield {"server": about}
         statistics = Statistics(shown, inspection.now, request.store is None)
@@ -344,7 +338,7 @@ class Admin:
                 return
             portions = parts[part]()
             while True:
-                with server.lock:
+                with server.turn:
                     portion = next(portions, None)
                 if portion is None:
                     break

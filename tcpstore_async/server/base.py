@@ -5,16 +5,14 @@ sessions, logs what peers did, announces joins and stops; `uv` and `threaded` re
 
 It knows sessions and timers, and must not know opcodes, keys, or how a connection reads and writes.
 Invariants: what a peer does wrong, or a defect met while serving it, closes that connection only. Methods listed below
-as needing the lock are called with it.
+as part of a turn are called within `Server.turn`, which also is the lock if several threads serve connections.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ..auth.access import Access
@@ -39,6 +37,7 @@ from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .store_ports import StorePorts
 from .tls import ServerTls
+from .turn import Turn
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -65,25 +64,27 @@ class Server:
         limits: Limits,
         backend: str,
         session_bytes: int = SESSION_BYTES,
-        lock: AbstractContextManager[object] | None = None,
+        turn: Turn | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         """Serve the peers of `listener`, which is closed when the server stops accepting.
 
-        `session_bytes` is what one connection costs. `lock` guards everything here if several threads serve
-        connections. With `tls`, peers may use TLS.
+        `session_bytes` is what one connection costs. `turn` is a lock if several threads serve connections. With
+        `tls`, peers may use TLS.
         """
         self.loop = asyncio.get_running_loop()
         self.listener = listener
         self.tls: ServerTls | None = tls
         self.limits = limits
-        self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
+        self.turn = turn or Turn()
         self._counting = self._due(self._log_suppressed)
         self._refusing = self._due(self._close_refused)
         self._validating = self._due(self._close_overdue)
         self._leaving = self._due(self._close_left)
         self._ticking = self._due(self._tick)
         self.store: Store = Store(limits, session_bytes=session_bytes)
+        self.clock = self.turn.clock = self.store.hub.clock
+        self.turn.begin()
         features = attach_features(self.store, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
         self.links.on_work = lambda: self.call_soon(self._serve_links)
@@ -94,11 +95,8 @@ class Server:
             host, f"refused a request from {peer}: {reason}"
         )
         self.links.on_failure = self.give_up
-        self.links.clock = time.monotonic
         self.store.keyspace.on_work = self._schedule_work
-        self.store.keyspace.clock = time.monotonic
         self.named: NamedStores = features.named
-        self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
         self.named.on_released = lambda _: self._leaving.expect()
         self.ports = StorePorts(listener, self.loop, self.call_soon, self.serve, self.served, self._log_accept)
@@ -149,7 +147,7 @@ class Server:
         raise NotImplementedError
 
     def open_connections(self) -> list[Transport]:
-        """Return the open connections. With the lock."""
+        """Return the open connections. In a turn."""
         raise NotImplementedError
 
     def close_inherited(self) -> None:
@@ -182,7 +180,7 @@ class Server:
             return
         self.stopped = True
         self.stop_accepting()
-        with self.lock:
+        with self.turn:
             self.ports.stop()
             self.links.close_all()
             self.flush_pending()
@@ -198,7 +196,7 @@ class Server:
     async def drain(self, grace: float) -> None:
         """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""
         self.stop_accepting()
-        with self.lock:
+        with self.turn:
             self.ports.stop()
             self.links.go_away()
             self.flush_pending()
@@ -211,18 +209,18 @@ class Server:
 
     def close_invalid(self, ended: Callable[[Access], str]) -> None:
         """Soon close every connection whose token is no longer valid; `ended` returns the reason, or ""."""
-        with self.lock:
+        with self.turn:
             self.store.hub.end_invalid(ended)
 
     def announce(self, joins: int) -> None:
         """Publish the total number of ranks expected to join."""
-        with self.lock:
+        with self.turn:
             self.store.announce(joins)
             self.flush_pending()
 
     def all_joined(self) -> bool:
         """Return whether as many ranks have joined as were announced."""
-        with self.lock:
+        with self.turn:
             return self.store.all_joined()
 
     def close_latecomers(self, complete: float) -> None:
@@ -230,7 +228,7 @@ class Server:
 
         They belong to the next round and will join its server.
         """
-        with self.lock:
+        with self.turn:
             sessions = [connection.session for connection in self.open_connections()]
             sessions = [session for session in sessions if not self.links.is_carrying(session)]
             for session in latecomers(sessions + self.links.all_sessions(), complete):
@@ -245,7 +243,7 @@ class Server:
 
         Agents of the process `pid` on `host` stay connected: they end the server, and know.
         """
-        with self.lock:
+        with self.turn:
             for store in (self.store, *self.named.stores.values()):
                 for waiter in store.keyspace.end_rounds(why):
                     if not isinstance(waiter, ServerSession) or waiter in self.store.hub.evicted:
@@ -256,13 +254,13 @@ class Server:
                 self.flush_pending()
 
     def drop_store(self, name: str, why: str) -> bool:
-        """End a named store; return False if there is none. With the lock."""
+        """End a named store; return False if there is none. In a turn."""
         found = self.named.drop(name, why)
         if self.store.hub.pending_flush:
             self.flush_pending()
         return found
 
-    # Called with the lock by connections and by `serve`
+    # Called in a turn, by connections and by `serve`
 
     def admits(self, host: str, port: int) -> bool:
         """Return whether a new connection fits, evicting an unvalidated one if necessary; log if it does not."""
@@ -336,7 +334,7 @@ class Server:
             return
         if connection.single is not None:
             connection.single.forget()  # if the connection breaks now, its client must not resume the session
-        self._finishing[connection] = time.monotonic() + DEFAULT_GRACE
+        self._finishing[connection] = self.clock.now + DEFAULT_GRACE
         connection.finish()
         self._refusing.expect()
 
@@ -348,7 +346,7 @@ class Server:
         refused = self._refused
         holder = access.identity, session.host, session.pid
         refused.pop(holder, None)  # re-inserted as the newest
-        refused[holder] = refusal, time.monotonic()
+        refused[holder] = refusal, self.clock.now
         if len(refused) > _MOST_REFUSED:
             del refused[next(iter(refused))]
 
@@ -358,7 +356,7 @@ class Server:
         if access is None:
             return ""
         refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
-        return refusal if time.monotonic() - at < _REFUSED_SECONDS else ""
+        return refusal if self.clock.now - at < _REFUSED_SECONDS else ""
 
     def give_up(self, connection: Transport) -> None:
         """Close a connection after an internal error, so that the others are still served."""
@@ -378,7 +376,7 @@ class Server:
         if not self.audit.add(peer, text, level):
             self._counting.expect()
 
-    # Internal; with the lock
+    # Internal; in a turn
 
     def _open_port(self, store: NamedStore) -> int | str:
         """Listen for a named store; return its port, or why it gets none."""
@@ -448,14 +446,14 @@ class Server:
         )
 
     def _schedule_tick(self) -> None:
-        self.links.now = time.monotonic()
+        self.links.ticked = self.clock.now
         self._ticking.expect()
 
-    # Internal; called by the loop, without the lock
+    # Internal; called by the loop, outside of a turn
 
     def work(self) -> None:
         """Run one portion of the long commands under way."""
-        with self.lock:
+        with self.turn:
             self._working = False
             if self.stopped:
                 return
@@ -471,18 +469,18 @@ class Server:
 
     def served(self) -> None:
         """Flush what a batch of new connections woke, and expect them to send VALIDATE in time."""
-        with self.lock:
+        with self.turn:
             if self.store.hub.pending_flush:
                 self.flush_pending()
             if self.limits.validate_seconds:
                 self._validating.expect()
 
     def _log_accept(self, kind: str, text: str) -> None:
-        with self.lock:
+        with self.turn:
             self.log_limited(kind, text)
 
     def _flush_more(self) -> None:
-        with self.lock:
+        with self.turn:
             to_flush = self._to_flush
             batch = to_flush[:_FLUSHES_PER_TURN]
             del to_flush[:_FLUSHES_PER_TURN]
@@ -500,7 +498,7 @@ class Server:
 
     def _serve_links(self) -> None:
         """Write the replies of sessions on links, once `_to_flush` is empty: they then share batches."""
-        with self.lock:
+        with self.turn:
             if self.stopped:
                 return
             if self._to_flush or self.links.work():
@@ -514,7 +512,7 @@ class Server:
         else:
             self.empty.set()
 
-    # Internal; called when due, with the lock. Return the seconds until the next call, or None if none is needed
+    # Internal; called when due, in a turn. Return the seconds until the next call, or None if none is needed
 
     def _log_suppressed(self) -> float | None:
         """Log the numbers of suppressed messages."""
@@ -522,7 +520,7 @@ class Server:
 
     def _close_refused(self) -> float | None:
         """Close refused peers that have not read the refusal: they may be blocked in send()."""
-        now = time.monotonic()
+        now = self.clock.now
         while self._finishing:
             connection, deadline = next(iter(self._finishing.items()))
             if deadline > now:
@@ -533,7 +531,7 @@ class Server:
 
     def _close_left(self) -> float | None:
         """Close named stores that their owners have ended, after the grace period."""
-        now = time.monotonic()
+        now = self.clock.now
         while (store := self.named.oldest_released()) is not None:
             if now - store.released < DEFAULT_GRACE:
                 return store.released + DEFAULT_GRACE - now
@@ -542,7 +540,7 @@ class Server:
 
     def _close_overdue(self) -> float | None:
         """Close connections that have not sent VALIDATE in time."""
-        now = time.monotonic()
+        now = self.clock.now
         hub = self.store.hub
         while (session := hub.overdue(now)) is not None:
             self._close_unvalidated(session)
@@ -551,16 +549,15 @@ class Server:
 
     def _tick(self) -> float | None:
         """Acknowledge on links, keep them alive, and close what is overdue there."""
-        now = time.monotonic()
-        more = self.links.tick(now)
-        for session in self.store.hub.overdue_on_links(now):
+        more = self.links.tick()
+        for session in self.store.hub.overdue_on_links(self.clock.now):
             self._close_unvalidated(session)
         if self.store.hub.pending_flush:
             self.flush_pending()
         return _TICK_SECONDS if more else None
 
     def _due(self, run: Callable[[], float | None]) -> Due:
-        return Due(self.loop, self.call_soon, self.lock, run)
+        return Due(self.loop, self.call_soon, self.turn, run)
 
     def _close_unvalidated(self, session: Peer) -> None:
         owner = session.owner

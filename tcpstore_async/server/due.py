@@ -5,8 +5,9 @@ Must not know what the call does.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final
+
+from .turn import Turn
 
 _LEAST_SECONDS: Final = 0.001
 
@@ -18,23 +19,23 @@ class Due:
         self,
         loop: asyncio.AbstractEventLoop,
         call_soon: Callable[[Callable[[], object]], None],
-        lock: AbstractContextManager[object],
+        turn: Turn,
         run: Callable[[], float | None],
     ) -> None:
-        """`run` is called with `lock`. It returns the seconds until the next call, or None if none is needed.
+        """`run` is called in a turn. It returns the seconds until the next call, or None if none is needed.
 
         `call_soon` schedules a call on `loop` from any thread.
         """
         self._loop = loop
         self._call_soon = call_soon
-        self._lock = lock
+        self._turn = turn
         self._run = run
         self._scheduled: bool = False
         self._cancelled: bool = False
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self) -> None:
-        """Schedule the call, unless it is scheduled. With the lock."""
+        """Schedule the call, unless it is scheduled. In a turn."""
         if not self._scheduled:
             self._scheduled = True
             self._call_soon(self._call)
@@ -46,7 +47,7 @@ class Due:
             self._timer.cancel()
 
     def _call(self) -> None:
-        with self._lock:
+        with self._turn:
             if self._cancelled:
                 return
             self._scheduled = False  # `run` itself may cause `expect`

@@ -50,7 +50,7 @@ class Reloading:
         except (OSError, ValueError) as error:
             log.error("cannot reload the token files: %s; the previous ones stay in use", error)
             return
-        with server.lock:
+        with server.turn:
             server.log_audit(why, f"{why}: reloaded {tokens.describe()}", logging.INFO)
         server.close_invalid(ended)
 

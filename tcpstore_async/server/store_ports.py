@@ -32,7 +32,7 @@ _SHARE: Final = 4
 
 
 class StorePorts:
-    """The ports of one server. Call methods with the server's lock."""
+    """The ports of one server. Call methods in a turn."""
 
     def __init__(
         self,

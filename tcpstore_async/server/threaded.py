@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,7 +45,7 @@ class Connection(Transport):
     def __init__(
         self, server: "ThreadedServer", peer: socket.socket, host: str, port: int, store: NamedStore | None = None
     ) -> None:
-        super().__init__(server.store if store is None else store, host, port, time.monotonic())
+        super().__init__(server.store if store is None else store, host, port, server.clock.now)
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
@@ -69,17 +68,17 @@ class Connection(Transport):
             try:
                 self._serve()
             except Exception:
-                with self.server.lock:
+                with self.server.turn:
                     self.server.give_up(self)
             finally:
-                with self.server.lock:
+                with self.server.turn:
                     self._close(self.broken)
 
     def _serve(self) -> None:
         while chunk := self._read():
             times = self.server.times
             began = 0.0 if times is None else times.begin()
-            with self.server.lock:
+            with self.server.turn:
                 self._execute(chunk)
                 if began and times is not None:
                     times.served(began)
@@ -117,7 +116,7 @@ class Connection(Transport):
             self.caught_up.wait()
         else:
             self.awake.wait()
-        with self.server.lock:
+        with self.server.turn:
             if self.session.stalled():
                 self._execute(b"")
 
@@ -219,7 +218,7 @@ class Writer:
         self._stopped = False
 
     def add(self, connection: Connection) -> None:
-        """Write the unsent bytes of a connection when the kernel takes more. With the lock."""
+        """Write the unsent bytes of a connection when the kernel takes more. In a turn."""
         connection.caught_up.clear()
         fd = connection.peer.fileno()
         self._behind[fd] = connection
@@ -228,7 +227,7 @@ class Writer:
             self._waker.send(b"\0")
 
     def remove(self, connection: Connection) -> None:
-        """Stop writing to a connection, which has no unsent bytes or is closed. With the lock."""
+        """Stop writing to a connection, which has no unsent bytes or is closed. In a turn."""
         if self._behind.pop(connection.peer.fileno(), None) is not None:
             self._poll.unregister(connection.peer)
         connection.caught_up.set()
@@ -291,7 +290,7 @@ class ThreadedServer(base.Server):
         return list(self.connections)
 
     def release(self) -> None:
-        with self.lock:
+        with self.turn:
             self.writer.stop()
         for thread in self._threads:
             thread.join()
@@ -311,20 +310,20 @@ class ThreadedServer(base.Server):
     # Deferred work
 
     def wake(self, connection: Connection) -> None:
-        """Let a parked command continue. With the lock."""
+        """Let a parked command continue. In a turn."""
         self.parked.discard(connection)
         connection.awake.set()
 
     def work(self) -> None:
         super().work()
-        with self.lock:
+        with self.turn:
             for connection in [one for one in self.parked if not one.session.waits_for_work()]:
                 self.wake(connection)
 
     # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        with self.lock:
+        with self.turn:
             if (store is not None and store.ended) or not self.admits(host, port):
                 os.close(fd)
                 return

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from .turn import Turn
+
 
 class Worker(threading.Thread):
     """A thread of a server. `Server.stop` joins it, so it must not wait for the server to stop."""
@@ -23,7 +25,7 @@ class Worker(threading.Thread):
             self._ended.append(self)
 
 
-class FairLock:
+class FairLock(Turn):
     """A lock handed to the thread that has waited longest.
 
     `threading.Lock` goes to any thread that asks while it is free: beside twenty peers that sent without a pause,
@@ -31,6 +33,7 @@ class FairLock:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._inner = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._held = False
@@ -39,6 +42,7 @@ class FairLock:
         with self._inner:
             if not self._held:
                 self._held = True
+                self.begin()
                 return
             ticket = threading.Lock()
             ticket.acquire()
@@ -48,6 +52,7 @@ class FairLock:
         except BaseException:  # an interrupt from the keyboard
             self._withdraw(ticket)
             raise
+        self.begin()
 
     def __exit__(self, *_: object) -> None:
         with self._inner:

@@ -59,7 +59,7 @@ class Connection(Transport):
     """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        super().__init__(server.store if store is None else store, host, port, time.monotonic())
+        super().__init__(server.store if store is None else store, host, port, server.clock.now)
         self.server = server
         self.fd = fd
         """-1 once closed."""
@@ -498,6 +498,7 @@ class UvServer(base.Server):
 
     def ready(self, reported: list[tuple[int, int]]) -> None:
         """Serve the reported descriptors, each with its events."""
+        self.turn.begin()
         times = self.times
         began = 0.0 if times is None else times.begin()
         self._ends_until = 0.0
@@ -602,6 +603,7 @@ class UvServer(base.Server):
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
+        self.turn.begin()
         self._writing = False
         self.written = 0
         to_write = list(self._to_write)
@@ -623,6 +625,7 @@ class UvServer(base.Server):
         self._deferred.append(connection)
 
     def _resume(self) -> None:
+        self.turn.begin()
         deferred = self._deferred
         self._deferred = []
         end = time.perf_counter() + _RESUMED_SECONDS
@@ -664,6 +667,7 @@ class UvServer(base.Server):
         self._deferred_handshakes.append(connection)
 
     def _begin_handshake(self) -> None:
+        self.turn.begin()
         connection = self._deferred_handshakes.popleft()
         if self._deferred_handshakes:
             self.call_soon(self._begin_handshake)
@@ -672,6 +676,7 @@ class UvServer(base.Server):
     # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        self.turn.begin()
         if (store is not None and store.ended) or not self.admits(host, port):
             os.close(fd)
             return

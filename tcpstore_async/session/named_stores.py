@@ -255,8 +255,7 @@ class NamedStores:
         """How many stores there were so far."""
         self.to_work: OrderedDict[NamedStore, bool] = OrderedDict()
         """Stores whose keyspaces have deferred work."""
-        self.clock: Callable[[], float] | None = None
-        """Returns the time, in seconds of the server's clock."""
+        self.clock = unnamed.hub.clock
         self.on_work: Callable[[], object] | None = None
         """Called when there is work: have `work` called soon."""
         self.on_released: Callable[[NamedStore], object] | None = None
@@ -326,7 +325,7 @@ class NamedStores:
             elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
                 if store.is_lost():
                     return _lost(store)
-                age = 0.0 if self.clock is None else self.clock() - store.since
+                age = self.clock.now - store.since
                 return _reply(
                     TAKEN, f"{store} already has an owner ({store.creator}), which created it {age:.1f} s ago"
                 )
@@ -369,7 +368,7 @@ class NamedStores:
         if not store.owners and not store.ended:
             self._end(store, f"its owner ({store.creator}) {CLOSED}")
             if others and self.on_released is not None:
-                store.released = 0.0 if self.clock is None else self.clock()
+                store.released = self.clock.now
                 self.on_released(store)
         return others
 
@@ -532,7 +531,7 @@ class NamedStores:
             budget.charge(-size)
             raise
         self.created += 1
-        since = 0.0 if self.clock is None else self.clock()
+        since = self.clock.now
         store = NamedStore(self, entry, f"{self.instance}/{self.created}", since)
         budget.add(store.share)
         self.stores[entry.name] = store

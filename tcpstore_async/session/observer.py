@@ -17,10 +17,6 @@ NEVER: Final = -1.0
 class Observer:
     """Remembers what the sessions of one store do."""
 
-    def __init__(self) -> None:
-        self.now: float = 0.0
-        """The time, in seconds of the server's clock: set it a few times a second."""
-
     def recorded(self, method: str, call: Handler) -> Handler:
         """Return `call`, which executes the command with this method, or a function that also notes what it has done.
 

@@ -47,7 +47,7 @@ class ServerSession(Session):
             budget.attribute()
         store.serving = self
         if store.observer is not None:
-            self.heard_at = store.observer.now
+            self.heard_at = keyspace.clock.now
         limits = store.limits
         high_water = limits.unsent_high_water
         out = self.out

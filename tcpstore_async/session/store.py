@@ -47,6 +47,7 @@ class Hub(Commands):
         super().__init__()
         self.limits = limits
         self.budget = budget
+        self.clock = budget.keyspace.clock
         self.auth = Auth(self)
         self.root: Store
         """The store without a name, in which every session begins."""

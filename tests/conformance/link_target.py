@@ -186,6 +186,12 @@ class LinkTarget:
         serve(self.store, self.registry)
 
 
+def tick(registry: LinkRegistry, now: float) -> bool:
+    """Let it be `now`, in seconds, when the timers of links run."""
+    registry.clock.now = now
+    return registry.tick()
+
+
 def serve(store: Store, registry: LinkRegistry) -> None:
     """Do what a server does after a command, until nothing is left to do."""
     keyspace, pending, attaching = store.keyspace, store.hub.pending_flush, registry.attaching

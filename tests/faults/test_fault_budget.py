@@ -124,7 +124,7 @@ async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send
     """Also if so much was woken at the same time that it would be sent in several turns of the loop."""
     async with serve() as server:
         link, reader, writer = await linked(server.port)
-        with server.lock:
+        with server.turn:
             [carrier] = server.links.links.values()
             assert carrier.connection is not None
             server.store.hub.pending_flush.extend([carrier.connection] * 1000)

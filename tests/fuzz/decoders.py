@@ -277,7 +277,8 @@ def link_server(data: bytes) -> None:
         carrier.leave()
         sessions = sorted(link.sessions)
         stored = sorted(store.keyspace.values)
-        registry.tick(100.0)
+        registry.clock.now = 100.0
+        registry.tick()
         _flush(store, registry)
         outcomes.append((error, link.taken, sessions, stored))
         if store.budget.others or store.budget.unfinished or registry.sessions or store.keyspace.waiters:
@@ -345,8 +346,10 @@ def link_request(data: bytes) -> None:
             single.abandon(session)  # as its connection is lost before it is used
         for session in (stranger, owner):
             session.leave()
-        registry.tick(100.0)
-        registry.tick(200.0)
+        registry.clock.now = 100.0
+        registry.tick()
+        registry.clock.now = 200.0
+        registry.tick()
         _flush(store, registry)
         if store.budget.others or store.budget.unfinished or registry.sessions or registry.links or registry.singles:
             raise Broken(f"{store.budget.others} bytes are counted for nobody")

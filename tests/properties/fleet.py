@@ -174,9 +174,8 @@ class Fleet:
         self.store.identify(RESERVED[SERVER_KEY])
         self.store.announce(int(RESERVED[JOINS_KEY]))
         self.model.reserved = RESERVED
-        self.now = 0.0
         """The server's clock, in seconds."""
-        self.model.now = self.store.keyspace.clock = lambda: self.now
+        self.model.now = lambda: self.store.keyspace.clock.now
         self.connections: list[Connection | None] = [None] * slots
         self.done = 0
         """Commands executed."""
@@ -186,7 +185,7 @@ class Fleet:
 
     def apply(self, step: Step) -> None:
         kind, slot, commands, keep = step
-        self.now += STEP_SECONDS
+        self.store.keyspace.clock.now += STEP_SECONDS
         connection = self.connections[slot]
         if kind == "leave":
             if connection is not None:

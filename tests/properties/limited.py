@@ -208,7 +208,7 @@ class LimitedFleet(Fleet):
         ]
         limits = {b"/" + prefix.encode(): (most_keys, most_bytes) for prefix in PREFIXES}
         self.model = self.limited = LimitedModel(limits)
-        self.model.now = lambda: self.now
+        self.model.now = lambda: self.store.keyspace.clock.now
         self.store.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
@@ -236,7 +236,7 @@ class LimitedSteppedFleet(SteppedFleet):
         super().__init__(slots, portion)
         self.accesses = [Access(f"t-{prefix}", prefix=prefix, max_bytes=NO_LIMIT) for prefix in PREFIXES]
         self.model = self.limited = LimitedModel({}, portion)
-        self.model.now = self.store.keyspace.clock = lambda: self.now
+        self.model.now = lambda: self.store.keyspace.clock.now
         self.store.identify(identity("this server", "uv"))
 
     def new_session(self, slot: int) -> ServerSession:
@@ -327,7 +327,7 @@ def run_stepped(rng: random.Random, steps: int) -> int:
     chosen = [[command for command in pool if command.name != "append"] for pool in pools(rng, often)]
     hasty = 0.8 if often else 0.3
     for number in range(steps):
-        fleet.now += STEP_SECONDS
+        fleet.store.keyspace.clock.now += STEP_SECONDS
         slot = rng.randrange(len(fleet.connections))
         if rng.random() < 0.6:
             fleet.turn(slot)

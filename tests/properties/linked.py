@@ -312,11 +312,13 @@ class LinkedFleet(Fleet):
                 if client.carrier is not None:
                     client.link.acknowledge()
                     self._do_up(client, -1)
-            self.registry.tick(self.registry.now + 10)
+            self.registry.clock.now += 10
+            self.registry.tick()
             self.quiesce()
 
     def _do_silence(self, _: Client, __: int) -> None:
-        self.registry.tick(self.registry.now + 16)
+        self.registry.clock.now += 16
+        self.registry.tick()
         self.quiesce()
 
     def _do_replace(self, client: Client, _: int) -> None:

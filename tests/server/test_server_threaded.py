@@ -171,7 +171,7 @@ def test_a_peer_that_floods_does_not_starve_others(server: Served, monkeypatch: 
         executed.append(connection.session.port)
         real(connection, chunk)
 
-    lock = server.server.lock
+    lock = server.server.turn
     assert isinstance(lock, FairLock)
     with RawPeer(server.port) as flooding, RawPeer(server.port) as other:
         flooding.ping()

@@ -16,6 +16,7 @@ import pytest
 import tcpstore_async
 from conformance.frames import END, enter, get, i64, set_
 from support import HANDSHAKE, LIMIT, blob, keys
+from tcpstore_async.base.clock import Clock
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.base.limits import DEFAULT_GRACE, Limits
 from tcpstore_async.server import uv
@@ -537,7 +538,8 @@ def test_who_is_in_a_store_that_was_ended_is_closed_after_the_grace(run: Run) ->
     async def main() -> None:
         async with Serving() as server, client(server.port) as late, client(server.port) as owner:
             seconds = 2 * DEFAULT_GRACE
-            server.named.clock = lambda: time.monotonic() - seconds
+            server.named.clock = Clock()
+            server.named.clock.now = time.monotonic() - seconds
             entered = await owner.ask(enter("a", owner="o"), 8)
             await owner.reader.readexactly(int.from_bytes(entered, "little"))
             entered = await late.ask(enter("a"), 8)

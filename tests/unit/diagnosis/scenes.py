@@ -80,7 +80,7 @@ def _shown(found: Any) -> str:
 def joining(clients: str) -> Iterator[str]:
     world = world_of({*range(16)} - {3, 7}, 16, clients)
     world.connect(99, joins=False)
-    world.history.now = 30.0
+    world.history.clock.now = 30.0
     yield from late(world, 0, "wait_count", b"init/", 16)
     yield from who(world, 16 if clients == "stock" else None)
 
@@ -89,7 +89,7 @@ def barrier(kind: str, clients: str) -> Iterator[str]:
     """Of 64 ranks, three are not connected, two are elsewhere, and one of the others has left again."""
     size, absent, hanging = 64, {3, 17, 40}, {8, 9}
     world = world_of({*range(size)} - absent, size, clients)
-    world.history.now = 5.0
+    world.history.clock.now = 5.0
     world.fetch(9, b"/weights")
     for rank in sorted({*range(size)} - absent - hanging):
         if kind == "BARRIER":
@@ -104,7 +104,7 @@ def barrier(kind: str, clients: str) -> Iterator[str]:
             world.wait(rank, last)
     world.leave(12)
     world.leave(8)
-    world.history.now = 65.0
+    world.history.clock.now = 65.0
     yield from late(world, 0, *("barrier", b"/all here", size) if kind == "BARRIER" else ("wait", [last]))
     yield from who(world)
 
@@ -145,7 +145,7 @@ def exchange(clients: str, known: bool) -> Iterator[str]:
         world.set(rank, names[rank])
         world.wait(rank, *names)
     world.wait(3, b"/never")
-    world.history.now = 70.0
+    world.history.clock.now = 70.0
     yield from late(world, 0, "wait", names)
     yield from who(world, 8, environments(range(8), 8) if known else None)
 
@@ -181,7 +181,7 @@ def group_of_ranks() -> Iterator[str]:
 def nccl(key: bytes) -> Iterator[str]:
     world = world_of(range(4), 4, "ours")
     world.set(0, NCCL % 5)
-    world.history.now = 180.0
+    world.history.clock.now = 180.0
     for rank in (1, 2, 3):
         world.fetch(rank, key)
     yield from late(world, 1, "fetch", key)
@@ -201,9 +201,9 @@ def single_key(clients: str) -> Iterator[str]:
 def similar(wanted: bytes, *existing: bytes) -> Iterator[str]:
     world = world_of(range(2), 2, "ours")
     for number, key in enumerate(existing):
-        world.history.now = float(number)
+        world.history.clock.now = float(number)
         world.set(number % 2, key)
-    world.history.now = 100.0
+    world.history.clock.now = 100.0
     yield from late(world, 0, "wait", [wanted])
 
 
@@ -237,12 +237,12 @@ def large(clients: str) -> Iterator[str]:
     world = world_of({*range(size)} - {1000}, size, clients)
     for rank in sorted({*range(size)} - absent - {1000}):
         world.barrier(rank, b"/first", size)
-    world.history.now = 60.0
+    world.history.clock.now = 60.0
     yield from late(world, 0, "barrier", b"/first", size)
     for rank in range(0, size, 2):
         if rank != 1000:
             world.barrier(rank, b"/second", size)
-    world.history.now = 120.0
+    world.history.clock.now = 120.0
     yield from late(world, 0, "barrier", b"/second", size)
     for rank in range(size):
         if rank not in absent and rank != 1000:

@@ -52,7 +52,7 @@ def test_five_of_64_of_which_two_are_connected(kind: str) -> None:
     for rank in present:
         world.connect(rank)
     came = present - hanging
-    world.history.now = 5.0
+    world.history.clock.now = 5.0
     if kind == "gloo":
         gloo(world, came, size)
     for rank in came:
@@ -67,7 +67,7 @@ def test_five_of_64_of_which_two_are_connected(kind: str) -> None:
             world.add(rank, b"/step/num_members")
             world.set(rank, b"/step/%d" % rank)
             world.wait(rank, b"/step/last_members")
-    world.history.now = 7.0
+    world.history.clock.now = 7.0
     answer = world.missing(None, environments(present, size))
     assert (answer.world_size, answer.joined) == (size, 61)
     found = [one for one in answer.waits if one.kind != "join"]

@@ -53,10 +53,10 @@ def test_the_near_miss_is_shown(story: str) -> None:
         world.introduce(client, rank=str(client), host="node", pid=str(client))
     for key in existing:
         world.set(0, key)
-    world.history.now = 180.0
+    world.history.clock.now = 180.0
     for client in range(1, 8):
         world.wait(client, awaited)
-    world.history.now = 200.0
+    world.history.clock.now = 200.0
     (found,) = world.waiting()
     assert (found.key, found.ranks, found.since, found.waiting) == (awaited.decode(), list(range(1, 8)), 20.0, 7)
     shown = {one.key: one for one in found.nearest}
@@ -72,7 +72,7 @@ def test_the_longest_wait_comes_first() -> None:
     for client in range(3):
         world.connect(client)
     for client in (2, 0, 1):
-        world.history.now += 1.0
+        world.history.clock.now += 1.0
         world.wait(client, b"/%d" % client)
     assert [one.key for one in world.waiting()] == ["/2", "/0", "/1"]
 
@@ -93,7 +93,7 @@ def test_only_the_longest_waits_are_compared_if_that_is_asked_for() -> None:
     world.set(9, b"/step_1")
     for client in range(3):
         world.connect(client)
-        world.history.now = float(client)
+        world.history.clock.now = float(client)
         world.wait(client, b"/step_%d" % (client + 2))
     ranks = world.ranks()
     found = find_waiting(ranks.facts, ranks, awaited(ranks.facts), 2)

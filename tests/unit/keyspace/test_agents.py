@@ -30,12 +30,12 @@ STATE_BYTES = 48
 
 
 class Job:
-    """Agents of one job on a server whose clock stands still until `now` is set."""
+    """Agents of one job on a server whose clock stands still until it is set."""
 
     def __init__(self, portion: int = 1000) -> None:
         self.store = Store(Limits(), portion)
-        self.now = 1000.0
-        self.keyspace.clock = lambda: self.now
+        self.clock = self.keyspace.clock
+        self.clock.now = 1000.0
         self.agents: dict[bytes, ServerSession] = {}
 
     @property
@@ -97,14 +97,14 @@ def test_a_job_that_ended_successfully_is_remembered() -> None:
     job = Job()
     job.meet(b"b", b"a")
     job.close(b"a", SUCCEEDED)
-    job.now += 12.25
+    job.clock.now += 12.25
     job.close(b"b", SUCCEEDED)
     for name in (b"a", b"b"):
         job.lose(name)
     assert job.ended() == {"since": 12.25, "count": 2, "agents": ["a", "b"]}
-    job.now += REMEMBERED_SECONDS - 12.5
+    job.clock.now += REMEMBERED_SECONDS - 12.5
     assert job.ended() is not None
-    job.now += 0.25
+    job.clock.now += 0.25
     assert job.ended() is None
 
 
@@ -171,9 +171,9 @@ def test_the_oldest_are_forgotten_first() -> None:
     for key in keys:
         job.meet(b"a", key=key)
         job.close(b"a", SUCCEEDED, key)
-        job.now += 0.25
+        job.clock.now += 0.25
     assert list(job.keyspace.ended) == keys[2:]
-    job.now += REMEMBERED_SECONDS - 2
+    job.clock.now += REMEMBERED_SECONDS - 2
     job.meet(b"a")
     job.close(b"a", SUCCEEDED)
     assert list(job.keyspace.ended) == [*keys[-7:], b"job"]
@@ -218,7 +218,7 @@ def test_what_is_remembered_counts_for_whoever_said_so_until_it_is_forgotten() -
     job.close(b"a", SUCCEEDED)
     job.keyspace.charge(None)
     assert (said.bytes, job.keyspace.size > before) == (job.keyspace.size, True)
-    job.now += REMEMBERED_SECONDS
+    job.clock.now += REMEMBERED_SECONDS
     job.keyspace.charge(Account(forgets))
     job.meet(b"b", key=b"other job")
     job.close(b"b", SUCCEEDED, b"other job")

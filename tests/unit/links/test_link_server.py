@@ -25,7 +25,7 @@ from conformance.frames import (
     set_,
     wait,
 )
-from conformance.link_target import LinkPeer, LinkTarget
+from conformance.link_target import LinkPeer, LinkTarget, tick
 from conformance.script import Answer
 from support import HANDSHAKE, blob
 from tcpstore_async.base.errors import BudgetError, PeerError, ProtocolError
@@ -626,9 +626,9 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
     ended: list[str] = []
     target.registry.on_end = lambda link, reason: ended.append(reason)
     target.cut_off()
-    target.registry.tick(29.0)
+    tick(target.registry, 29.0)
     assert target.registry.links
-    assert not target.registry.tick(30.0)
+    assert not tick(target.registry, 30.0)
     assert (target.registry.sessions, ended) == (2500, ["it had no connection for 30 s"])
     assert target.registry.work()
     assert target.registry.sessions == 2375
@@ -642,12 +642,12 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
 def test_the_grace_period_begins_when_the_connection_is_lost_and_not_with_the_tick_before() -> None:
     """Its client, which was told how long it is, tries to resume the link to the end."""
     target = LinkTarget()
-    target.registry.tick(1.0)
-    target.registry.clock = lambda: 1.9
+    tick(target.registry, 1.0)
+    target.registry.clock.now = 1.9
     target.cut_off()
-    target.registry.tick(31.8)
+    tick(target.registry, 31.8)
     assert target.registry.links
-    target.registry.tick(31.9)
+    tick(target.registry, 31.9)
     assert not target.registry.links
 
 
@@ -657,20 +657,20 @@ def test_keep_alive() -> None:
     session = target.carrier.session
     alive = ack(server_end(target).taken)
     for now, sent in ((1.0, b""), (2.0, b""), (3.0, b""), (4.0, alive), (5.0, b""), (6.0, b""), (7.0, b"")):
-        target.registry.tick(now)
+        tick(target.registry, now)
         assert b"".join(session.out) == sent
         session.out.clear()
         session.unsent = 0
     target.link.acknowledge()
     session.receive(bytes(target.link.out.pop()))
-    target.registry.tick(21.0)
+    tick(target.registry, 21.0)
     assert session not in target.store.hub.evicted
-    target.registry.tick(22.0)
+    tick(target.registry, 22.0)
     assert "nothing received on a link for 15 s" in str(target.store.hub.evicted[session])
     assert server_end(target).connection is None
-    target.registry.tick(51.0)
+    tick(target.registry, 51.0)
     assert target.registry.links
-    target.registry.tick(52.0)
+    tick(target.registry, 52.0)
     assert not target.registry.links
 
 
@@ -855,7 +855,7 @@ def test_closing_a_session_frees_no_connection() -> None:
     """So it does not give way to one, though it has to send VALIDATE in time."""
     target = LinkTarget(store=Store(Limits(), session_bytes=65 * 1024))
     before = target.store.budget.used()
-    target.registry.clock = lambda: 7.0
+    target.registry.clock.now = 7.0
     target.connect("a")
     session = target.session("a").session
     assert session.connected_at == 7.0
@@ -895,7 +895,7 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     target.cut_off()
     store = target.store
     assert store.hub.overdue_on_links(1000.0) == []
-    target.registry.clock = lambda: 1000.0
+    target.registry.clock.now = 1000.0
     target.dial()
     assert store.hub.overdue_on_links(1029.0) == []
     assert store.hub.overdue_on_links(1030.0) == [target.session("a").session]

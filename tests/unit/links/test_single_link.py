@@ -19,6 +19,7 @@ from conformance.frames import (
     set_,
     taken,
 )
+from conformance.link_target import tick
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
 from properties.fleet import Command
@@ -165,10 +166,10 @@ def test_a_session_ends_with_the_grace_period_and_at_once_with_an_orderly_end() 
             target.serve()
         else:
             cut(target, peer)
-            target.registry.tick(29.0)
+            tick(target.registry, 29.0)
             target.serve()
             assert heard(target, "b") == b""
-            target.registry.tick(31.0)
+            tick(target.registry, 31.0)
             target.serve()
         assert heard(target, "b") == i64(1) + blob(b"1"), "the lease went back"
         assert list(target.registry.singles.values()) == [target.peers["b"].wire.single]

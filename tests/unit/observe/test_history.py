@@ -36,7 +36,7 @@ def test_who_wrote_which_key() -> None:
     world = World()
     for client in range(8):
         world.connect(client, joins=False)
-    world.history.now = 3.0
+    world.history.clock.now = 3.0
     world.set(0, b"/set")
     world.send(1, b"\x09" + blob(b"/append") + blob(b"x"))
     world.add(2, b"/add", 5)
@@ -50,7 +50,7 @@ def test_who_wrote_which_key() -> None:
     assert by(world, b"/more") == (3, 3.0)
     (barrier,) = [key for key in world.facts().keys if key.key == "/barrier"]
     assert (barrier.age, barrier.by) == (0.0, world.history.serial(world.sessions[6]))
-    world.history.now = 4.0
+    world.history.clock.now = 4.0
     world.barrier(7, b"/barrier", 2)
     assert by(world, b"/barrier") == (7, 4.0)
     world.set(1, b"/set")
@@ -72,7 +72,7 @@ def test_who_wrote_a_key_whatever_was_written_before(steps: list[tuple[str, int,
         world.connect(client, joins=False)
     known: dict[bytes, tuple[int, float]] = {}
     for number, (what, client, other) in enumerate(steps):
-        world.history.now = float(number)
+        world.history.clock.now = float(number)
         key = b"/other" if other else b"/one"
         if what == "set":
             world.set(client, key, b"7")
@@ -95,10 +95,10 @@ def test_many_requests_in_one_read_are_noted() -> None:
     world.connect(1, joins=False)
     added = b"\x04" + blob(b"/counter") + struct.pack("<q", 1)
     world.send(0, 16 * added)
-    world.history.now = 2.0
+    world.history.clock.now = 2.0
     world.send(1, 16 * added)
     assert by(world, b"/counter") == (1, 2.0)
-    world.history.now = 3.0
+    world.history.clock.now = 3.0
     world.send(0, added + 16 * (b"\x01" + blob(b"/text") + blob(b"x")))
     assert (by(world, b"/counter"), by(world, b"/text")) == ((0, 3.0), (0, 3.0))
     assert world.store.keyspace.values[b"/counter"] == 33
@@ -127,7 +127,7 @@ def test_what_the_row_of_a_new_command_tells(flags: int, expected: tuple[int, fl
         new = world.history.recorded("new", world.store.keyspace.values.get)
         delete = world.history.recorded("new", world.store.keyspace.values.pop)
     world.set(0, b"/k")
-    world.history.now = 5.0
+    world.history.clock.now = 5.0
     world.store.serving = world.sessions[1]
     new(b"/k")
     assert by(world, b"/k") == expected
@@ -139,7 +139,7 @@ def test_a_command_that_fails_is_not_noted() -> None:
     world = World()
     world.connect(0)
     world.set(0, b"/text", b"no number")
-    world.history.now = 9.0
+    world.history.clock.now = 9.0
     with pytest.raises(ProtocolError):
         world.add(0, b"/text")
     assert by(world, b"/text") == (0, 0.0)
@@ -415,7 +415,7 @@ def test_what_sessions_wait_for() -> None:
     world = World()
     for client in range(9):
         world.connect(client, joins=False)
-    world.history.now = 2.0
+    world.history.clock.now = 2.0
     world.wait(0, b"/a", b"/b")
     world.set(8, b"/a")
     world.send(1, b"\x40" + blob(b"/value"))
@@ -426,7 +426,7 @@ def test_what_sessions_wait_for() -> None:
     world.set(8, names[0])
     for client in (5, 6, 7):
         world.wait(client, *names)
-    world.history.now = 6.0
+    world.history.clock.now = 6.0
     facts = world.facts()
     waits = {one.port - 20_000: one.wait for one in facts.sessions}
     assert waits[0] == Wait("keys", ["/b"])

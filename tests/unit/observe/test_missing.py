@@ -27,7 +27,7 @@ def world_of(ranks: int, *, known: bool = True) -> World:
 def test_keys_near_a_missing_one_with_age_and_writer() -> None:
     world = world_of(2)
     world.set(1, b"/nccl_storekey_5")
-    world.history.now = 180.0
+    world.history.clock.now = 180.0
     facts = world.ask(0, b"/there/0", b"/nccl_storekey_8")
     assert facts["absent"] == [[0, 1]]
     assert facts["similar"] == [["/nccl_storekey_5", 0, 180.0, facts["sessions"][0]["id"]]]
@@ -48,7 +48,7 @@ def test_the_writers_of_the_keys_and_other_sessions() -> None:
         world.set(rank, b"/address/%d" % rank)
     world.wait(3, b"/never")
     world.leave(7)
-    world.history.now = 70.0
+    world.history.clock.now = 70.0
     facts = world.ask(0, *[b"/address/%d" % rank for rank in range(8)])
     assert facts["absent"] == [[3, 3], [7, 7]]
     ranks = {one["id"]: one["peer"]["rank"] for one in facts["sessions"]}

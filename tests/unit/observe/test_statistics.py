@@ -18,7 +18,7 @@ def last(portions: Iterator[Any]) -> Any:
 
 
 def look(world: World) -> Statistics:
-    return Statistics(world.store, world.history.now)
+    return Statistics(world.store, world.history.clock.now)
 
 
 def counters(world: World) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def test_the_longest_waits_come_first_and_each_list_of_keys_once(portion: int, m
     world = World()
     for client in range(1, 6):
         world.connect(client)
-    world.history.now = 10.0
+    world.history.clock.now = 10.0
     world.wait(2, b"/alone")
-    world.history.now = 20.0
+    world.history.clock.now = 20.0
     world.wait(3, b"/a", b"/b", b"/c", b"/d", b"/e")
-    world.history.now = 30.0
+    world.history.clock.now = 30.0
     world.wait(1, b"/a", b"/b", b"/c", b"/d", b"/e")
     world.barrier(4, b"/bar", 8)
-    world.history.now = 40.0
+    world.history.clock.now = 40.0
     found = last(look(world).longest_waits(2))
     assert found["different"] == 3
     first, second = found["waits"]

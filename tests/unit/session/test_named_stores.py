@@ -191,10 +191,10 @@ def test_commands_behind_enter_are_for_the_new_store(server: Server) -> None:
 
 
 def test_a_second_owner_is_told_who_the_first_is(server: Server) -> None:
-    now = [100.0]
-    server.named.clock = lambda: now[0]
+    clock = server.named.clock
+    clock.now = 100.0
     server.owner("a")
-    now[0] += 2.5
+    clock.now += 2.5
     other = server.connect()
     refused = server.enter(other, "a", owner="another")
     assert refused == {
