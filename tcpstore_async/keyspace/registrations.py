@@ -244,7 +244,7 @@ class Registrations(GroupRegistry):
         if self.tracked:
             self.close_group(key)
         waiter.state = AWAITING_KEYS
-        waiter.parked = {key}
+        waiter.parked = {key: None}
         self._register(waiter, key)
 
     def known(self, key: bytes) -> bytes:
@@ -271,12 +271,12 @@ class Registrations(GroupRegistry):
         """Register a waiter under keys, of which one may come more than once."""
         parked = waiter.parked
         if parked is None:
-            parked = waiter.parked = set()
+            parked = waiter.parked = {}
         for key in keys:
             if key not in parked:
                 if self.tracked:
                     self.close_group(key)
-                parked.add(key)
+                parked[key] = None
                 self._register(waiter, key)
 
     def _require_idle(self, waiter: Waiter) -> None:
@@ -347,7 +347,7 @@ class Registrations(GroupRegistry):
         parked = waiter.parked
         if parked is not None:
             for _ in range(min(most, len(parked))):
-                self._unregister(waiter, parked.pop())
+                self._unregister(waiter, parked.popitem()[0])
             if parked:
                 return False
             waiter.parked = None
@@ -428,7 +428,7 @@ class Registrations(GroupRegistry):
         """Take a used-up registration off the waiter. Returns the state that this ends; IDLE if it ends no wait."""
         parked = waiter.parked
         assert parked is not None
-        parked.remove(key)
+        del parked[key]
         self._weigh(waiter, -self.registration_bytes(key))
         if parked:
             return IDLE

@@ -15,7 +15,7 @@ from ..base.limits import MEMBER_BYTES
 from ..wire.values import Framed, Value
 from .accounts import Account
 
-KeySet = set[bytes]
+KeySet = dict[bytes, None]
 
 _SLACK: Final = 16
 """Targets without waiters that a counter may keep, however few others it has."""

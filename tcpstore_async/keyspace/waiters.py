@@ -389,7 +389,7 @@ class WaiterRegistry(Registrations):
         """Register a counter for the next write to its key. (A queue of that name skips it.)"""
         key = counter.key
         counter.state = AWAITING_KEYS
-        counter.parked = {key}
+        counter.parked = {key: None}
         self._register(counter, key)
 
     def counter_changed(self, counter: Counter) -> None:

@@ -686,12 +686,12 @@ class NamedStores:
 
 
 def _forget_registrations(departed: list[Waiter], portion: int) -> Iterator[None]:
-    """Free the sets of keys under which waiters that have gone were registered."""
+    """Free the lists of keys under which waiters that have gone were registered."""
     for waiter in departed:
         parked, waiter.parked = waiter.parked, None
         while parked:
             for _ in range(min(portion, len(parked))):
-                parked.pop()
+                parked.popitem()
             yield
 
 

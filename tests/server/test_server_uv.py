@@ -255,7 +255,7 @@ def test_what_is_known_of_a_peer(run: Run) -> None:
             await until(lambda: session.parked)
             host, port = peer.writer.get_extra_info("sockname")
             assert (session.host, session.port, session.pid) == (host, port, 4242)
-            assert session.parked == {b"/a", b"/b"}
+            assert session.parked == {b"/a": None, b"/b": None}
             assert session.slot.command.name == "WAIT"
             assert session.connected_at > 0
 

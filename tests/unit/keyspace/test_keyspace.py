@@ -153,7 +153,7 @@ def test_a_wait_ends_once(store: Store, keyspace: Keyspace) -> None:
 def test_a_key_named_twice_is_registered_once(store: Store, keyspace: Keyspace) -> None:
     session = waiter(store)
     keyspace.wait(session, [b"a", b"a", b"b"])
-    assert session.parked == {b"a", b"b"}
+    assert session.parked == {b"a": None, b"b": None}
     keyspace.set(b"a", EMPTY)
     assert not woken(session)
     keyspace.set(b"b", EMPTY)
@@ -164,7 +164,7 @@ def test_a_second_wait_replaces_the_first(store: Store, keyspace: Keyspace) -> N
     session = waiter(store)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
-    assert session.parked == {b"j"}
+    assert session.parked == {b"j": None}
     keyspace.set(b"k", EMPTY)
     assert not woken(session)
     keyspace.set(b"j", EMPTY)

@@ -310,7 +310,7 @@ def test_a_member_that_waits_again_leaves_the_group(store: Store, keyspace: Keys
     sessions = parked(store, 3)
     assert ask(sessions[1], second) == b""
     assert groups(keyspace) == [1, 1]
-    assert sessions[1].parked == {b"/x"}
+    assert sessions[1].parked == {b"/x": None}
     write(store, *KEYS)
     assert woken(sessions) == [0, 2]
     write(store, b"/x")
@@ -322,7 +322,7 @@ def test_a_second_wait_for_the_list_is_its_own(store: Store, keyspace: Keyspace)
     sessions = parked(store, 2)
     sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
     assert ask(sessions[2], WAIT) == b""
-    assert sessions[2].parked == {*KEYS}
+    assert sessions[2].parked == dict.fromkeys(KEYS)
     sessions += parked(store, 2)
     assert groups(keyspace) == [1, 1, 2]
     write(store, *KEYS)

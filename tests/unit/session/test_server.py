@@ -70,7 +70,7 @@ def test_an_ipv6_peer_is_written_as_one(store: Store) -> None:
 def test_the_keys_that_a_session_awaits_are_known(store: Store) -> None:
     session = join(store)
     session.receive(WAIT + keys(b"/a", b"/b"))
-    assert session.parked == {b"/a", b"/b"}
+    assert session.parked == {b"/a": None, b"/b": None}
     session.receive(CANCEL)
     assert not session.parked
     assert take(session) == b"\1"
