@@ -3,9 +3,10 @@
     python -m bench.security [--rounds 5] [--tries 100000] [PART …]
 
 Parts: `link`, CPU of the server for an ADD of one of 64 ranks on a link, with TLS and without, by how many ADDs a batch
-has; `relay`, the same behind a real relay, whose batches are as they come; `handshake`, CPU of the server for one TLS
-connection; `stopped`, the latency of others beside 10,000 clients that stop inside the handshake: right after they have
-come, when the server still answers them, and once it has; `tokens`, the time that a check of a forged token takes.
+has; `relay`, the same behind a real relay, whose batches are as they come, and the relay's own CPU; `client`, CPU of a
+client for a get, synchronous and async; `handshake`, CPU of the server for one TLS connection; `stopped`, the latency
+of others beside 10,000 clients that stop inside the handshake: right after they have come, when the server still
+answers them, and once it has; `tokens`, the time that a check of a forged token takes.
 
 Tokens of several kinds are checked in random order, so that whatever disturbs the machine meets all kinds alike. All
 are made from the same valid ones, right before: where one lies in memory must not tell it from others. Each kind is
@@ -20,6 +21,7 @@ Invariant: what is compared alternates in one run; CPU is the server's alone.
 from __future__ import annotations
 
 import math
+import os
 import random
 import secrets
 import selectors
@@ -32,8 +34,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
+
+import uvloop
 
 from bench import processes
 from bench.processes import apart, cpu_seconds, started
@@ -42,19 +46,23 @@ from bench.stats import spread
 if __name__ == "__main__":
     processes.use_build()  # before the package is imported
 
+import tcpstore_async
 from tcpstore_async.auth.tokens import TokenKeys
+from tcpstore_async.client.tls_settings import CA
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.tools.load.scripts import encode_request
 from tcpstore_async.wire.commands import MAGIC
 
-PARTS = ("link", "relay", "handshake", "stopped", "tokens")
-COUNTS = {"link": 200, "relay": 3000, "handshake": 500, "stopped": 4000}
+PARTS = ("link", "relay", "client", "handshake", "stopped", "tokens")
+COUNTS = {"link": 200, "relay": 3000, "client": 2000, "handshake": 500, "stopped": 4000}
 """Operations of each rank, or client, in one measurement; for `link`, batches in one burst."""
 RANKS = 64
 FILLS = (64, 16, 4, 1)
 """ADDs in each batch."""
 BURSTS = 40
 """For each server in one round."""
+BATCHES = 10
+"""Pairs of batches of a client in one round."""
 STOPPED = 10_000
 LIMIT = 60.0
 _TOKENS = 512
@@ -209,16 +217,22 @@ def adds(peers: list[socket.socket], count: int) -> None:
                     selector.unregister(peer)
 
 
-def through_relay(serving: Sequence[str], scheme: str, relaying: Sequence[str], count: int) -> tuple[float, float]:
-    """Seconds of the server's CPU for one ADD of 64 ranks behind a relay, and how many ADDs a write of it answers."""
+def through_relay(
+    serving: Sequence[str], scheme: str, relaying: Sequence[str], count: int
+) -> tuple[float, float, float]:
+    """Seconds of CPU for one ADD of 64 ranks, of the server and of their relay, and how many ADDs a write answers."""
     with ExitStack() as stack:
         port, pid = stack.enter_context(started("serve", *serving))
-        front, _ = stack.enter_context(started("relay", "--upstream", f"{scheme}://127.0.0.1:{port}", *relaying))
+        front, relay_pid = stack.enter_context(
+            started("relay", "--upstream", f"{scheme}://127.0.0.1:{port}", *relaying)
+        )
         peers = [stack.enter_context(connected(front)) for _ in range(RANKS)]
         adds(peers, count // 10)
-        written, before = writes(pid), cpu_seconds(pid)
+        written, before, relays = writes(pid), cpu_seconds(pid), cpu_seconds(relay_pid)
         adds(peers, count)
-        return (cpu_seconds(pid) - before) / count / RANKS, count * RANKS / max(1, writes(pid) - written)
+        made = count * RANKS
+        spent = (cpu_seconds(pid) - before, cpu_seconds(relay_pid) - relays)
+        return spent[0] / made, spent[1] / made, made / max(1, writes(pid) - written)
 
 
 def relay(cert: str, key: str, rounds: int) -> None:
@@ -229,12 +243,68 @@ def relay(cert: str, key: str, rounds: int) -> None:
         (*through_relay([], "tcp", [], count), *through_relay(tls, "tcps", ["--tls-ca", cert], count))
         for _ in range(max(1, rounds))
     ]
-    plain, fill, encrypted, tls_fill = (statistics.median(column) for column in zip(*found, strict=True))
-    ratios = [after / (before or 1e-9) for before, _, after, _ in found]
+    plain, own, fill, encrypted, tls_own, tls_fill = (statistics.median(column) for column in zip(*found, strict=True))
     print(
         f"relay: µs of server CPU per ADD {plain * 1e6:.2f} ({fill:.1f} ADDs a write), with TLS {encrypted * 1e6:.2f} "
-        f"({tls_fill:.1f} ADDs a write): {spread(ratios)}"
+        f"({tls_fill:.1f} ADDs a write): {spread([one[3] / (one[0] or 1e-9) for one in found])}; of the relay "
+        f"{own * 1e6:.2f} and {tls_own * 1e6:.2f}: {spread([one[4] / (one[1] or 1e-9) for one in found])}"
     )
+
+
+def client(cert: str, key: str, rounds: int) -> None:
+    """Batches of gets alternate between two stores of this process, one with TLS; only its own CPU counts."""
+    count = COUNTS["client"]
+    os.environ[CA] = cert
+    with ExitStack() as stack:
+        port, pid = stack.enter_context(started("serve"))
+        tls_port, tls_pid = stack.enter_context(started("serve", "--tls-cert", cert, "--tls-key", key))
+        with apart(pid, tls_pid):
+            for name, measured in (("sync", _sync_gets), ("async", _async_gets)):
+                found = measured((port, tls_port), count, max(1, rounds) * BATCHES)
+                plain, encrypted = (statistics.median(column) for column in zip(*found, strict=True))
+                ratios = spread([after / (before or 1e-9) for before, after in found])
+                print(f"client: µs of CPU per {name} get {plain * 1e6:.2f}, with TLS {encrypted * 1e6:.2f}: {ratios}")
+
+
+def _sync_gets(ports: tuple[int, int], count: int, batches: int) -> list[list[float]]:
+    """Seconds of CPU for a get, without TLS and with it, of each pair of batches."""
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(tcpstore_async.TCPStore("127.0.0.1", port, timeout=LIMIT, tls=tls))
+            for port, tls in zip(ports, (False, True), strict=True)
+        ]
+        for store in stores:
+            store.set("key", b"value")
+
+        def batch(store: tcpstore_async.TCPStore) -> float:
+            before = time.process_time()
+            for _ in range(count):
+                store.get("key")
+            return (time.process_time() - before) / count
+
+        return [[batch(store) for store in stores] for _ in range(batches)]
+
+
+def _async_gets(ports: tuple[int, int], count: int, batches: int) -> list[list[float]]:
+    """As `_sync_gets`, on uvloop."""
+
+    async def batch(store: tcpstore_async.AsyncTCPStore) -> float:
+        before = time.process_time()
+        for _ in range(count):
+            await store.get("key")
+        return (time.process_time() - before) / count
+
+    async def measure() -> list[list[float]]:
+        async with AsyncExitStack() as stack:
+            stores = []
+            for port, tls in zip(ports, (False, True), strict=True):
+                connecting = tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, tls=tls)
+                stores.append(await stack.enter_async_context(await connecting))
+            for store in stores:
+                await store.set("key", b"value")
+            return [[await batch(store) for store in stores] for _ in range(batches)]
+
+    return uvloop.run(measure())
 
 
 def handshake(cert: str, key: str, rounds: int) -> None:
@@ -392,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tries", type=int, default=100_000, help="checks of each kind of token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the order of the checks (%(default)s)")
     given = parser.parse_args(arguments)
-    of_tls = {"link": link, "relay": relay, "handshake": handshake, "stopped": stopped}
+    of_tls = {"link": link, "relay": relay, "client": client, "handshake": handshake, "stopped": stopped}
     with tempfile.TemporaryDirectory() as folder:
         certificate = make_certificate(Path(folder)) if of_tls.keys() & {*given.parts} else None
         for part in given.parts:

@@ -16,7 +16,7 @@ from tcpstore_async.auth.tokens import TokenKeys
 def test_every_part_reports(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(security, "RANKS", 4)
     monkeypatch.setattr(security, "STOPPED", 20)
-    monkeypatch.setattr(security, "COUNTS", {"link": 5, "relay": 500, "handshake": 20, "stopped": 200})
+    monkeypatch.setattr(security, "COUNTS", {"link": 5, "relay": 500, "client": 20, "handshake": 20, "stopped": 200})
     security.main([part, "--rounds", "1"])
     assert capsys.readouterr().out.startswith(f"{part}: ")
 
