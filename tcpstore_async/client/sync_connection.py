@@ -26,6 +26,7 @@ from ..base.deadline import Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
 from ..session.client import LOST, ClientSession, PendingCall
+from ..session.identity import build
 from ..wire.commands import BY_METHOD, PARKS
 from ..wire.values import Framed, unpack
 from . import requests
@@ -45,6 +46,8 @@ saves a call of poll(). Not longer, because the timeout starts again after a sig
 
 FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 """Flags of every send. The program may have SIGPIPE at its default, which would kill it when the server is gone."""
+
+_INTERPRETED: Final = build() != "compiled"
 
 _PEEK: Final[int] = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
@@ -86,6 +89,8 @@ class SyncConnection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         self.peer = peer
         self._tls = peer if isinstance(peer, TlsSocket) else None
+        self._may_tear = _INTERPRETED or self._tls is not None
+        """Whether an interrupt can strike within a send: not within one call of compiled code."""
         self.torn: _Sending | None = None
         """What is being sent, and not noted yet; `_NOTHING` for what has been noted, and within the decryption."""
         self.session = session
@@ -144,7 +149,8 @@ class SyncConnection:
             taken = link.acknowledgement()
             if taken:
                 data = taken + data
-        self.torn = data, call, ahead
+        if self._may_tear:
+            self.torn = data, call, ahead
         try:
             count: int = self.peer.send(data, FLAGS)
         except BlockingIOError:
