@@ -60,7 +60,7 @@ KINDS = {
         lambda seed: schedule.run(schedule.chosen(seed)).done, "commands", 1000, 200_000, PLANTED, schedule
     ),
     "stores": Kind(lambda seed: stores.run(stores.chosen(seed)).done, "commands", 500, 200_000, NAMED, stores),
-    "links": Kind(lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 50_000, LINKED, linked),
+    "links": Kind(lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, LINKED, linked),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED),
     "tokens": Kind(limited.run, "commands", 50, 2_000, LIMITED),
