@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from torch_forker import Forked, Program
@@ -50,6 +51,64 @@ def refused(port: int) -> bool:
     except ConnectionResetError:
         pass  # it stopped listening in the middle of the handshake
     return False
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def secret_file(path: Path, text: str) -> Path:
+    """Write a file that only its owner may read."""
+    path.touch(0o600)
+    path.write_text(text)
+    return path
+
+
+def run_python(program: str, *arguments: object, **variables: str) -> str:
+    """Run a program, to whose interpreter a warning is an error, to its end; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+        cwd=tempfile.gettempdir(), env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """Run `work` in a forked child; return what it returned or raised, as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said: object = "failed"
+        try:
+            said = work()
+        except BaseException as error:
+            said = repr(error)
+        finally:
+            os.write(writing, str(said).encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        heard = pipe.read()
+    os.waitpid(child, 0)
+    return heard
+
+
+@contextmanager
+def alarms(handle: Callable[[int, FrameType | None], object], first: float, interval: float = 0.0) -> Iterator[None]:
+    """Call a handler by SIGALRM after so many seconds, and then at intervals if these are not 0."""
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, first, interval)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Command(Forked):
@@ -264,6 +323,10 @@ class RawPeer:
         """Send, and read a reply of `size` bytes."""
         self.send(data)
         return self.read(count)
+
+    def ask_value(self, data: bytes) -> bytes:
+        """Send, and read a reply that is a value."""
+        return self.read(int.from_bytes(self.ask(data, 8), "little"))
 
     def ping(self, nonce: int = 7) -> None:
         """Round trip: everything sent before has been executed, and no other reply is left before this one."""

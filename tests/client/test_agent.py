@@ -11,8 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
-from client.test_sync import until
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, tcpstore_server, torch_server, until
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.keyspace.agents import DESCRIBE, LEAVE, LOOK
 from tcpstore_async.stores import agent as stores_agent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import re
@@ -213,12 +212,3 @@ def test_a_value_over_the_limit_ends_the_store(port: int) -> None:
             store.add("n", 1)
         with pytest.raises(DistNetworkError, match=r"value exceeds its limit"):
             store.add("n", 1)
-
-
-def test_the_async_store_is_of_one_loop(port: int) -> None:
-    async def work() -> bytes:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-            await store.set("k", "v")
-            return await store.get("k")
-
-    assert asyncio.run(work()) == b"v"

@@ -10,9 +10,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +20,7 @@ from typing import Any
 import pytest
 
 from client.fakes import Fake, answer_probe, fake_server, greet
-from support import LIMIT, tcpstore_server
+from support import LIMIT, alarms, run_python, tcpstore_server, until
 from tcpstore_async import DistNetworkError, TCPStore
 from tcpstore_async.client import background
 
@@ -70,14 +67,6 @@ def losses() -> Iterator[Losses]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def threads() -> list[threading.Thread]:
@@ -204,7 +193,9 @@ def test_a_forgotten_store_releases_it(port: int) -> None:
     store: Any = TCPStore("127.0.0.1", port, timeout=LIMIT)
     store.set("k", "v")
     assert threads()
-    with pytest.warns(ResourceWarning, match="a TCPStore was not closed"):  # noqa: PT031
+    with pytest.warns(  # noqa: PT031
+        ResourceWarning, match=r"^a TCPStore was not closed: TCPStore\(client=TCPClient\(SocketImpl\(fd="
+    ):
         del store
         gc.collect()
     assert background.running() is None
@@ -319,11 +310,7 @@ print("good")
 @pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork_while_a_group_forms(port: int) -> None:
-    assert run(FORKS_WHILE_FORMING, str(port)) == "good\n"
-
-
-def test_an_interpreter_ends_while_a_group_forms(port: int) -> None:
-    assert run(FORMING, str(port)) == "good\n"
+    assert run_python(FORKS_WHILE_FORMING, port) == "good\n"
 
 
 # What it notices
@@ -515,16 +502,6 @@ def test_signals_are_blocked_in_it(port: int) -> None:
         assert wanted <= masks.get(timeout=LIMIT)
 
 
-def run(program: str, *arguments: str) -> str:
-    """Run a program to whose interpreter a warning is an error; what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *arguments],
-        cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 FORKS = """
 import os, sys
 
@@ -575,7 +552,7 @@ print("good")
 @pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork(port: int) -> None:
-    assert run(FORKS, str(port)) == "good\n"
+    assert run_python(FORKS, port) == "good\n"
 
 
 WATCHES_AGAIN = """
@@ -602,7 +579,7 @@ print("good")
 @pytest.mark.unmeasured
 def test_an_idle_store_is_watched_again_after_a_fork(port: int) -> None:
     """It may make no call for longer than the server keeps its session."""
-    assert run(WATCHES_AGAIN, str(port)) == "good\n"
+    assert run_python(WATCHES_AGAIN, port) == "good\n"
 
 
 FORKS_BESIDE_CALLS = """
@@ -633,27 +610,16 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
 
 @pytest.mark.unmeasured
 def test_forks_while_others_start_and_stop_it(port: int) -> None:
-    assert run(FORKS_BESIDE_CALLS, str(port)) == "30\n"
+    assert run_python(FORKS_BESIDE_CALLS, port) == "30\n"
 
 
-FORMING = """
+LEFT_OPEN = """
 import sys
 from tcpstore_async import TCPStore
 from tcpstore_async.client import background
 background._DEFER_SECONDS = 60
 store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
-store._client.forming = True
-store.set("k", "v")
-sys.modules["kept"] = store
-import warnings
-warnings.simplefilter("ignore")
-print("good")
-"""
-
-LEFT_OPEN = """
-import sys
-from tcpstore_async import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+store._client.forming = sys.argv[2] == "True"
 store.set("k", "v")
 sys.modules["kept"] = store
 import warnings
@@ -662,8 +628,9 @@ print("good")
 """
 
 
-def test_an_interpreter_ends_with_a_store_open(port: int) -> None:
-    assert run(LEFT_OPEN, str(port)) == "good\n"
+@pytest.mark.parametrize("forming", [False, True])
+def test_an_interpreter_ends_with_a_store_open(port: int, forming: bool) -> None:
+    assert run_python(LEFT_OPEN, port, forming) == "good\n"
 
 
 IMPORTS = """
@@ -678,7 +645,7 @@ print("good")
 
 def test_what_importing_costs(port: int) -> None:
     """No loop is imported before there is a store."""
-    assert run(IMPORTS, str(port)) == "good\n"
+    assert run_python(IMPORTS, port) == "good\n"
 
 
 @pytest.mark.unmeasured
@@ -695,11 +662,6 @@ def test_a_handler_that_forks(port: int) -> None:
         statuses.append(os.waitpid(child, 0)[1])
         store.close()
 
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(DistNetworkError, match="has been closed"):
-            store.wait(["never"])
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with alarms(handle, 0.05), pytest.raises(DistNetworkError, match="has been closed"):
+        store.wait(["never"])
     assert statuses == [0]

@@ -13,13 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
 from client.fakes import STOCK, exactly, fake_server, greet
-from support import LIMIT, tcpstore_server
+from support import LIMIT, free_port, run_python, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client.connect import _Tries
@@ -101,17 +101,8 @@ def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: floa
 @both
 def test_nobody_accepts(how: How) -> None:
     """A full backlog: the kernel drops connection attempts, as a black hole does."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        address = listener.getsockname()
-        waiting = [socket.socket() for _ in range(3)]
-        try:
-            for one in waiting:
-                one.setblocking(False)
-                one.connect_ex(address)
-            fails_in_time(how, "127.0.0.1", address[1], "no answer")
-        finally:
-            for one in waiting:
-                one.close()
+    with full(socket.AF_INET) as port:
+        fails_in_time(how, "127.0.0.1", port, "no answer")
 
 
 @both
@@ -170,38 +161,19 @@ def test_what_may_pass_is_tried_again(how: How) -> None:
 
 @both
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_server_that_comes_up_late(how: How, host: str, unused: int) -> None:
-    with late_server(unused):
-        how(host, unused, LIMIT)
+def test_a_server_that_comes_up_late(how: How, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts when it has been tried in vain."""
+    port, after = free_port(), _Tries.after
+    with ExitStack() as stack:
 
+        def start(tries: _Tries, error: Exception) -> float:
+            monkeypatch.setattr(_Tries, "after", after)
+            stack.enter_context(tcpstore_server("--port", str(port)))
+            return after(tries, error)
 
-@contextmanager
-def late_server(port: int) -> Iterator[None]:
-    stop = threading.Event()
-
-    def serve() -> None:
-        time.sleep(0.3)  # until it has been tried in vain; should it not have been, it is no late server
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
-            listener.settimeout(0.1)
-            while not stop.is_set():
-                try:
-                    peer, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                with peer:
-                    greet(peer)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(LIMIT)
+        monkeypatch.setattr(_Tries, "after", start)
+        how(host, port, LIMIT)
+        assert _Tries.after is after
 
 
 @pytest.mark.needs_proc
@@ -465,9 +437,9 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
     for host in ("127.0.0.1", "localhost"):
         opening = threading.Thread(target=open_store, args=(host,), daemon=True)
         opening.start()
-        peer, _ = listener.accept()  # it waits for the reply to its handshake
-        assert peer.recv(1)
-        fork()
+        with listener.accept()[0] as peer:  # it waits for the reply to its handshake
+            assert peer.recv(1)
+            fork()
 assert codes == [0, 0], codes
 print("good")
 """
@@ -476,8 +448,4 @@ print("good")
 @pytest.mark.unmeasured
 @pytest.mark.needs_proc
 def test_a_forked_child_has_no_copy_of_what_another_thread_opens() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS_WHILE_CONNECTING],
-        cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("good\n", "")
+    assert run_python(FORKS_WHILE_CONNECTING) == "good\n"

@@ -20,8 +20,7 @@ import pytest
 
 from client.fakes import PROBE, STOCK, exactly, fake_server, greet, proxy_to, silent
 from client.test_pops import Link
-from client.test_sync import until
-from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
+from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server, until
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import ProtocolError

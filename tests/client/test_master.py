@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +14,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from client.test_sync import until
-from support import LIMIT, free_port, tcpstore_server, torch_server
+from support import LIMIT, free_port, tcpstore_server, torch_server, until
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.base.deadline import Deadline
-from tcpstore_async.server.port_holder import PROC, find_holder
 from tcpstore_async.stores import own_address
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted]
@@ -56,29 +52,6 @@ def test_all_join(port: int) -> None:
     is_free(port)
 
 
-WORKER = """
-import sys
-from tcpstore_async import TCPStore
-with TCPStore("127.0.0.1", int(sys.argv[1]), int(sys.argv[3]), False, 60) as store:
-    store.set("rank" + sys.argv[2], "here")
-    store.barrier("met", int(sys.argv[3]))
-"""
-
-
-def test_workers_in_processes(port: int) -> None:
-    command = [sys.executable, "-W", "error", "-c", WORKER, str(port)]
-    workers = [subprocess.Popen([*command, str(rank), "4"], cwd=tempfile.gettempdir()) for rank in (1, 2, 3)]
-    try:
-        with TCPStore("127.0.0.1", port, 4, True, LIMIT) as store:
-            assert store.multi_get(["rank1", "rank2", "rank3"]) == [b"here"] * 3
-            store.barrier("met", 4)
-            assert [worker.wait(LIMIT) for worker in workers] == [0, 0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait(LIMIT)
-
-
 def test_some_do_not_join() -> None:
     for timeout, said in ((1.3, 2), (2.0, 2), (0, 0)):
         began = time.monotonic()
@@ -98,20 +71,6 @@ def test_nobody_is_waited_for(port: int) -> None:
             assert store.port > 0
 
 
-def test_a_port_in_use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_holder, "__defaults__", (PROC, LIMIT))  # the search gives up early on a busy machine
-    text = (
-        "^The server socket has failed to listen on any local network address. "
-        f"port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
-        rf"; port {port} is in use by another store of this process, whose server is pid \d+: close it"
-    )
-    with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
-        for _ in range(2):
-            with pytest.raises(DistNetworkError, match=text):
-                TCPStore("127.0.0.1", port, None, True, LIMIT)
-        assert store.add("n", 1) == 1
-
-
 @pytest.mark.parametrize("agent", ["1", "True"])
 def test_an_agent_hosts(agent: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
@@ -125,19 +84,6 @@ def test_an_agent_hosts(agent: str, port: int, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("MASTER_PORT", "1")
         with pytest.raises(DistNetworkError, match="EADDRINUSE"):
             TCPStore("127.0.0.1", port, None, True, LIMIT)
-
-
-def test_tenants(port: int) -> None:
-    first = TCPStore("127.0.0.1", port, None, True, LIMIT, multi_tenant=True)
-    second = TCPStore("127.0.0.1", port, None, True, LIMIT, multi_tenant=True)
-    with pytest.raises(DistNetworkError, match="EADDRINUSE"):
-        TCPStore("127.0.0.1", port, None, True, LIMIT)
-    first.set("k", "v")
-    assert second.get("k") == b"v"
-    first.close()
-    assert second.get("k") == b"v"
-    second.close()
-    is_free(port)
 
 
 def test_a_listener_of_the_callers(port: int) -> None:
@@ -166,24 +112,6 @@ for turn in range(rounds):
         assert store.get("rank0") == str(turn).encode()
         store.barrier("over", 2)
 """
-
-
-def test_twenty_rounds_on_one_port(port: int) -> None:
-    """Every round starts empty, whichever rank is faster."""
-    command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "20"]
-    other = subprocess.Popen(command, cwd=tempfile.gettempdir())
-    try:
-        for ticket in range(20):
-            with TCPStore("127.0.0.1", port, 2, True, LIMIT) as store:
-                assert store.compare_set("first0", "", str(ticket)) == str(ticket).encode()
-                store.set("rank0", str(ticket))
-                assert store.get("rank1") == str(ticket).encode()
-                store.barrier("over", 2)
-        assert other.wait(LIMIT) == 0
-    finally:
-        other.kill()
-        other.wait(LIMIT)
-    is_free(port)
 
 
 def test_a_rank_that_is_a_round_ahead(port: int) -> None:
@@ -253,56 +181,6 @@ def test_a_second_store_of_the_same_ranks_is_no_next_round(libuv: bool, port: in
             worker.kill()
 
 
-FIRST_TO_GO = """
-import sys
-from tcpstore_async import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, 60)
-store.set("last words", "bye")
-store.close()
-"""
-
-
-def test_rank_0_goes_first(port: int) -> None:
-    """The others finish within the grace period."""
-    master = subprocess.Popen([sys.executable, "-W", "error", "-c", FIRST_TO_GO, str(port)], cwd=tempfile.gettempdir())
-    try:
-        with TCPStore("127.0.0.1", port, 2, False, LIMIT) as store:
-            assert store.get("last words") == b"bye"
-            assert master.wait(LIMIT) == 0
-            assert store.add("n", 1) == 1
-            assert store.get("last words") == b"bye"
-    finally:
-        master.kill()
-        master.wait(LIMIT)
-    is_free(port)
-
-
-def test_a_master_that_is_killed_takes_its_server_along(port: int) -> None:
-    program = FIRST_TO_GO.replace("store.close()", "store.get('never')")
-    master = subprocess.Popen([sys.executable, "-c", program, str(port)], cwd=tempfile.gettempdir())
-    try:
-        with TCPStore("127.0.0.1", port, 2, False, -1) as store, ThreadPoolExecutor(1) as threads:
-            assert store.get("last words") == b"bye"
-            waiting = threads.submit(store.get, "never")
-            master.send_signal(signal.SIGKILL)
-            with pytest.raises(DistNetworkError):
-                waiting.result(LIMIT)
-    finally:
-        master.kill()
-        master.wait(LIMIT)
-
-
-def test_a_server_that_is_killed() -> None:
-    with TCPStore("127.0.0.1", 0, None, True, -1) as store, ThreadPoolExecutor(1) as threads:
-        assert store._hosted is not None
-        waiting = threads.submit(store.get, "never")
-        os.kill(store._hosted.pid, signal.SIGKILL)
-        with pytest.raises(DistNetworkError):
-            waiting.result(LIMIT)
-        with pytest.raises(DistNetworkError):
-            store.add("n", 1)
-
-
 def test_a_constructor_that_fails_leaves_nothing(port: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,13 +236,3 @@ def test_world_size_on_a_server_that_stands(server: str) -> None:
             assert joined(store) == 1
             with TCPStore("127.0.0.1", at, 3, False, LIMIT):
                 assert joined(store) == 2
-
-
-def test_a_thread_serves_if_asked(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
-    with TCPStore("127.0.0.1", port, 1, True, LIMIT) as store:
-        assert store._hosted is not None
-        assert store._hosted.pid == os.getpid()
-        store.set("k", "v")
-        assert store.get("k") == b"v"
-    is_free(port)

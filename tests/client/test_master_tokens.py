@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import set_
-from support import LIMIT, RawPeer
+from support import LIMIT, RawPeer, until
 from tcpstore_async import AccessDeniedError, DistNetworkError, PrefixStore, TCPStore
 from tcpstore_async.auth.tokens import TokenKeys, read_keys
 from tcpstore_async.server.process import child

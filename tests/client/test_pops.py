@@ -20,9 +20,8 @@ from types import FrameType
 import pytest
 
 from client.fakes import Fake, exactly, proxy_to
-from client.test_sync import until
 from marks import ON_STOCK
-from support import LIMIT, blob, keys, server_of, tcpstore_server, torch_server
+from support import LIMIT, blob, keys, server_of, tcpstore_server, torch_server, until
 from tcpstore_async import (
     AsyncTCPStore,
     DistNetworkError,

@@ -23,9 +23,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import delete, get, i64, set_
-from support import LIMIT, blob, tcpstore_server
+from support import LIMIT, blob, tcpstore_server, until
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import background

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from marks import STOCK_SERVERS
-from support import LIMIT, RawPeer, server_of, tcpstore_server
-from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
+from support import LIMIT, alarms, in_child, run_python, server_of, tcpstore_server, until
+from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client import pool, requests, sync_client
@@ -61,14 +56,6 @@ def key() -> str:
 def connections(store: TCPStore) -> list[Any]:
     assert store._client is not None
     return list(store._client._connections)
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def until_parked(store: TCPStore, count: int = 1) -> None:
@@ -488,9 +475,7 @@ def test_a_storm_of_signals_does_not_stop_the_clock(store: TCPStore, key: str) -
         nonlocal fired
         fired += 1
 
-    old = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-    try:
+    with alarms(handle, 0.001, 0.001):
         waits: list[Callable[[], object]] = [lambda: store.wait([key], 0.3), lambda: store.barrier(key, 2, 0.2)]
         for call in waits:
             began = time.monotonic()
@@ -501,9 +486,6 @@ def test_a_storm_of_signals_does_not_stop_the_clock(store: TCPStore, key: str) -
             assert store.add(key + "n", 1) == number + 1
             store.set(key + "v", str(number))
             assert store.get(key + "v") == b"%d" % number
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
     assert fired > 50
 
 
@@ -589,16 +571,11 @@ def test_a_handler_of_signals_may_make_calls(store: TCPStore, key: str) -> None:
             sums.append(store.add(key, 1))
             busy = False
 
-    old = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-    try:
+    with alarms(handle, 0.002, 0.002):
         with pytest.raises(StoreTimeoutError):
             store.wait([key + "never"], 0.2)
         for number in range(1000):
             assert store.add(key + "n", 1) == number + 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
     assert sums == list(range(1, len(sums) + 1))
     assert sums
 
@@ -675,41 +652,17 @@ def test_ctrl_c(call: str, record_property: Callable[[str, object], None]) -> No
     deaf = socket.create_server(("127.0.0.1", 0))
     with deaf, tcpstore_server() as server:
         port = deaf.getsockname()[1] if call.startswith("TCPStore") else server.port
-        command = [sys.executable, "-W", "error", "-c", INTERRUPTED, str(port), call, str(server.process.pid)]
         try:
-            done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=False)
+            word, seconds = run_python(INTERRUPTED, port, call, server.process.pid).split()
         finally:
             server.process.send_signal(signal.SIGCONT)
-    assert done.returncode == 0, done.stderr.decode()
-    assert not done.stderr, done.stderr.decode()
-    word, seconds = done.stdout.split()
-    assert word == b"interrupted"
+    assert word == "interrupted"
     record_property("milliseconds", round(1000 * float(seconds), 1))
     print(f"{call}: {1000 * float(seconds):.1f} ms")
     assert float(seconds) < LIMIT / 2
 
 
 # Forks
-
-
-def in_child(work: Callable[[], str], warn: bool = False) -> bytes:
-    """Run `work` in a forked child; return what it returned."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = "failed"
-        try:
-            said = work()
-        except BaseException as error:
-            said = repr(error)
-        finally:
-            os.write(writing, said.encode())
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        heard = pipe.read()
-    os.waitpid(child, 0)
-    return heard
 
 
 @pytest.mark.unmeasured
@@ -725,7 +678,7 @@ def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) ->
         store.close()
         return said
 
-    assert in_child(work) == b"parent"
+    assert in_child(work) == "parent"
     assert store.get(key + "child") == b"child"
     assert store.add(key + "n", 1) == 1
 
@@ -746,11 +699,8 @@ def test_a_fork_while_others_are_at_work(ours: int, key: str) -> None:
         until_parked(store)
         adding = [threads.submit(add) for _ in range(3)]
 
-        def work() -> str:
-            return str(store.add(key + "children", 1))
-
-        said = [in_child(work) for _ in range(10)]
-        assert said == [b"%d" % number for number in range(1, 11)]
+        said = [in_child(lambda: store.add(key + "children", 1)) for _ in range(10)]
+        assert said == [str(number) for number in range(1, 11)]
         stop.set()
         total = sum(one.result(LIMIT) for one in adding)
         assert store.add(key, 0) == total
@@ -759,32 +709,9 @@ def test_a_fork_while_others_are_at_work(ours: int, key: str) -> None:
 
 
 @pytest.mark.unmeasured
-def test_a_fork_within_a_master(key: str) -> None:
-    """The child's end, and its close(), leave the parent's server alone."""
-    with TCPStore("127.0.0.1", 0, None, True, LIMIT) as store:
-
-        def work() -> str:
-            store.set(key, "child")
-            assert store.get(key) == b"child"
-            store.close()
-            return "closed"
-
-        assert in_child(work) == b"closed"
-        assert store.get(key) == b"child"
-
-
-def child_of_a_pool(port: int, key: str) -> bytes:
-    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-        store.set(key, "v")
-        return store.get(key)
-
-
-@pytest.mark.unmeasured
 def test_multiprocessing(ours: int, key: str) -> None:
     for method in ("fork", "forkserver", "spawn"):
-        command = [sys.executable, "-W", "error", "-c", POOL, method, str(ours), key + method]
-        done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=False)
-        assert (done.stdout, done.stderr) == (b"[1, 2, 3] 3\n", b"")
+        assert run_python(POOL, method, ours, key + method) == "[1, 2, 3] 3\n"
     assert multiprocessing.active_children() == []
 
 
@@ -818,25 +745,6 @@ def work(port, key):
 # What it leaves behind
 
 
-def test_a_forgotten_store_is_reported(port: int) -> None:
-    store: Any = TCPStore("127.0.0.1", port, timeout=LIMIT)
-    with pytest.warns(  # noqa: PT031
-        ResourceWarning, match=r"^a TCPStore was not closed: TCPStore\(client=TCPClient\(SocketImpl\(fd="
-    ):
-        del store
-        gc.collect()
-
-
-def test_a_closed_store_is_not(port: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        store: Any = TCPStore("127.0.0.1", port, timeout=LIMIT)
-        store.close()
-        store.close()
-        del store
-        gc.collect()
-
-
 @pytest.mark.needs_proc
 def test_nothing_is_left(ours: int, key: str) -> None:
     """No thread, no socket."""
@@ -861,30 +769,6 @@ def sockets() -> int:
         except OSError:
             pass
     return count
-
-
-def test_it_is_not_copied(ours: int) -> None:
-    import copy
-    import pickle
-
-    with TCPStore("127.0.0.1", ours, timeout=timedelta(seconds=5)) as store:
-        for way in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match="cannot pickle 'TCPStore'"):
-                way(store)
-
-
-def test_the_constructor_says_no_more_than_pytorchs(ours: int) -> None:
-    with proxy_to(ours) as proxy:
-        with TCPStore("127.0.0.1", proxy.port, 2, False, LIMIT, wait_for_workers=False):
-            pass
-        assert proxy.all_sent() == bytes.fromhex("00cef7853c0d") + os.getpid().to_bytes(4, "little")
-    with RawPeer(ours) as peer:
-        peer.ping()
-
-
-def test_errors_are_pytorchs_kinds() -> None:
-    assert issubclass(StoreTimeoutError, DistStoreError)
-    assert issubclass(DistNetworkError, RuntimeError)
 
 
 def test_an_error_shows_nothing_internal() -> None:

@@ -153,14 +153,3 @@ def test_handlers_at_any_moment() -> None:
     assert store.add("n", 0) == handled[0] >= 500
     assert store.add("own", 0) == own
     assert store.queue_len("q") == pushed + handled[0]
-
-
-def test_forked_child_continues_with_its_copy() -> None:
-    store = HashStore()
-    store.set("k", "v")
-    pid = os.fork()
-    if pid == 0:
-        store.set("k", "child's")
-        os._exit(0 if store.get("k") == b"child's" else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert store.get("k") == b"v"

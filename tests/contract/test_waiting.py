@@ -168,14 +168,6 @@ def test_negative_timeout_means_no_limit(make: Maker, pool: ThreadPoolExecutor, 
     assert getting.result(LIMIT) == b"1"
 
 
-def test_store_is_usable_after_timeouts(store: Store, key: str) -> None:
-    for _ in range(20):
-        with pytest.raises(StoreTimeoutError):
-            store.wait([key], 0.001)
-    store.set(key, "1")
-    assert store.get(key) == b"1"
-
-
 @pytest.mark.parametrize("given", [5, 2.5, timedelta(seconds=7), -3, 0])
 def test_the_timeout_can_be_read(store: Store, given: Timeout) -> None:
     store.set_timeout(given)

@@ -116,33 +116,6 @@ def test_pytorch_alone_fails_at_it(processes: int, groups: int, ports: list[str]
     assert "EADDRINUSE" in errors
 
 
-PUBLISHES = """
-import sys
-from datetime import timedelta
-import tcpstore_async.torch
-import torch.distributed as dist
-
-tcpstore_async.torch.install()
-if sys.argv[1] == "0":
-    store = dist.TCPStore("node7", 0, None, True, timedelta(seconds=60))
-    print(store.port, flush=True)
-    sys.stdin.read()
-else:
-    store = dist.TCPStore("node7", int(sys.argv[1]), None, False, timedelta(seconds=60))
-    store.set("k", "v")
-    print(store.get("k"))
-"""
-
-
-def test_a_port_that_is_published_is_a_name(server: Server) -> None:
-    env = {"TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}"}
-    with Program(PUBLISHES, "0", env=env) as owner:
-        port = owner.stdout.readline().decode().strip()
-        assert port, owner.errors()
-        with Program(PUBLISHES, port, env=env) as rank:
-            assert rank.output() == "b'v'\n", rank.errors()
-
-
 def test_the_launchers_own_stores_are_addresses(server: Server, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

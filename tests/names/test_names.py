@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from client.test_resumed import resetter
-from client.test_sync import until
-from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server
+from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server, until
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.client import aio, connect
 from tcpstore_async.client.admin import ask
@@ -540,12 +539,3 @@ def test_a_name_that_cannot_be_resolved_yet(url: str, monkeypatch: pytest.Monkey
         found[0].set("k", "v")
         assert owner.get("k") == b"v"
         found[0].close()
-
-
-def test_a_taken_name_looks_like_a_taken_port(url: str, name: str) -> None:
-    """For programs that try the next one then."""
-    with (
-        TCPStore(name, 1, None, True, LIMIT, server=url),
-        pytest.raises(DistNetworkError, match="EADDRINUSE, address already in use"),
-    ):
-        TCPStore(name, 1, None, True, LIMIT, server=url)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import auth, set_, wait
 from server.test_auth import KEYS, identity_of
-from support import LIMIT, RawPeer, tcpstore, tcpstore_relay, tcpstore_server
+from support import LIMIT, RawPeer, tcpstore, tcpstore_relay, tcpstore_server, until
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tls.certificates import certificates
 

@@ -8,9 +8,19 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from click.testing import CliRunner
 
-from client.test_sync import until
 from conformance.frames import wait
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, resting, tcpstore_relay, tcpstore_server, torch_server
+from support import (
+    HANDSHAKE,
+    LIMIT,
+    RawPeer,
+    Server,
+    blob,
+    resting,
+    tcpstore_relay,
+    tcpstore_server,
+    torch_server,
+    until,
+)
 from tcpstore_async import TCPStore
 from tcpstore_async.cli import main
 

@@ -7,16 +7,14 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from client.test_sync import until
-from conformance.frames import auth, set_
-from server.test_auth import KEYS, identity_of, tcpstore
-from support import LIMIT, RawPeer, tcpstore_server
+from conformance.frames import set_
+from server.test_auth import identity_of, tcpstore
+from support import LIMIT, RawPeer, tcpstore_server, until
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.audit import AuditLog
 from tcpstore_async.serving import serve
@@ -143,25 +141,6 @@ def test_looking_in_is_one_line_with_the_user_and_what_was_asked_for(tmp_path: P
         assert found[:2] == [f"{who}'asked for sessions, keys'", f"{who}'asked for a\\nb'"]
         assert found[2].startswith(f"{who}'invalid request: ")
         assert len(found) == 3
-
-
-def test_a_hangup_is_one_line_and_each_connection_that_it_ends_another(tmp_path: Path) -> None:
-    keys = key_file(tmp_path)
-    revoked = tmp_path / "revoked"
-    revoked.touch()
-    token = KEYS.create()
-    options = ["--token-keys", str(keys), "--revoked-tokens", str(revoked)]
-    with tcpstore_server(*options) as server, RawPeer(server.port) as peer, RawPeer(server.port) as other:
-        for one in (peer, other):
-            reply = one.ask(auth(token.encode()), 8)
-            assert b'"ok"' in one.read(int.from_bytes(reply, "little"))
-        revoked.write_text(f"{identity_of(token)}\n")
-        server.process.send_signal(signal.SIGHUP)
-        assert peer.closed()
-        assert other.closed()
-        log = server.log()
-        assert log.count("SIGHUP: reloaded the token keys k1 and 1 revoked token") == 1
-        assert log.count(f"not allowed: token {identity_of(token)} is revoked") == 2
 
 
 def test_a_token_that_is_created_is_one_line_without_its_secret(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import NUM_KEYS, auth, check, get, link, set_
 from server.test_auth import KEYS, REFUSED, REVOKED, _address, identity_of
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_relay, tcpstore_server, u64
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_relay, tcpstore_server, u64, until
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server import base

@@ -13,10 +13,9 @@ from typing import cast
 import pytest
 
 from client.test_master_tokens import WHERE, key_file, master
-from client.test_sync import until
 from conformance.frames import auth
 from server.test_auth import KEYS
-from support import RawPeer, Server, listening, tcpstore_relay, tcpstore_server
+from support import RawPeer, Server, listening, tcpstore_relay, tcpstore_server, until
 from tcpstore_async.auth.tokens import TokenFiles, TokenKeys
 from tcpstore_async.server.base import Server as AnyServer
 from tcpstore_async.server.reloading import Reloading

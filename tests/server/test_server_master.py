@@ -22,7 +22,6 @@ from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import BACKLOG, DEFER_ACCEPT
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
-from torch_forker import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted, pytest.mark.needs_proc]
 
@@ -566,23 +565,6 @@ def test_the_end_of_the_interpreter_releases_it(where: str) -> None:
 
 
 # PyTorch's client
-
-TORCH = """
-import sys
-from datetime import timedelta
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
-store.set("k", "v")
-print(store.get("k").decode(), store.add("n", 3), store.num_keys())
-"""
-
-
-def test_pytorchs_client(where: str) -> None:
-    pytest.importorskip("torch")
-    hosted = host(0)
-    with Program(TORCH, hosted.port) as program:
-        assert program.output() == "v 3 2\n", program.errors()
-    hosted.release()
 
 
 def test_the_backlog_is_that_of_a_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,17 +86,6 @@ def test_stop_may_be_called_again_and_by_many(server: ServerProcess) -> None:
     server.complete()
 
 
-def test_twenty_times_on_one_port() -> None:
-    port = 0
-    for _ in range(20):
-        server = start(listen("::", port))
-        port = server.port
-        with RawPeer(port) as peer:
-            peer.ping()
-            server.stop()
-            peer.ping()
-
-
 def test_a_crashed_server_is_an_end_of_file_and_stops_at_once(server: ServerProcess, process: Seen) -> None:
     with RawPeer(server.port) as peer:
         peer.ping()

@@ -4,11 +4,8 @@ import asyncio
 import gc
 import logging
 import os
-import random
 import signal
 import socket
-import statistics
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from conformance.frames import fetch
-from faults.fault_helpers import I64, Watch, get, number, until
+from faults.fault_helpers import I64, Watch, get, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
 from tcpstore_async.base.limits import Limits
@@ -621,113 +618,6 @@ def test_a_thousand_connections_and_no_thread_is_left() -> None:
         other.ping()
         assert server.stop() == 0
         assert "Traceback" not in server.log()
-
-
-CLIENTS = 64
-ROUNDS = 60
-COUNTERS = 4
-
-
-class Hammer:
-    """One of many clients that send random commands, and what it has done."""
-
-    def __init__(self, port: int, me: int) -> None:
-        self.me = me
-        self.dice = random.Random(me)
-        self.peer = RawPeer(port)
-        self.added = [0] * COUNTERS
-        self.appended = 0
-        self.swapped = 0
-        self.pushed = 0
-        self.popped: list[bytes] = []
-
-    def run(self) -> None:
-        with self.peer:
-            for ticket in range(ROUNDS):
-                for deed in self.dice.choices([self.add, self.append, self.push_and_pop, self.swap], k=4):
-                    deed(ticket)
-                self.meet(ticket)
-
-    def add(self, ticket: int) -> None:
-        which, amount = self.dice.randrange(COUNTERS), self.dice.randint(-9, 9)
-        number(self.peer, b"\x04" + blob(b"/count/%d" % which) + I64.pack(amount))
-        self.added[which] += amount
-
-    def append(self, ticket: int) -> None:
-        size = self.dice.choice([0, 1, 2000])
-        self.peer.send(b"\x09" + blob(b"/text") + blob(bytes(size)))
-        self.appended += size
-
-    def push_and_pop(self, ticket: int) -> None:
-        """There are as many pops as pushes, so every wait for an item ends."""
-        self.pushed += 1
-        self.peer.send(b"\x0e" + blob(b"/queue") + blob(b"%d/%d" % (self.me, self.pushed)))
-        while True:
-            assert self.peer.ask(b"\x06" + keys(b"/queue"), 1) == b"\0"
-            self.peer.send(b"\x0f" + blob(b"/queue"))
-            if I64.unpack(self.peer.read(8))[0]:
-                size = struct.unpack("<Q", self.peer.read(8))[0]
-                self.popped.append(self.peer.read(size))
-                return
-
-    def swap(self, ticket: int) -> None:
-        """Count by COMPARE_SET, trying again after a change in between."""
-        self.swapped += 1
-        seen = get(self.peer, b"/swapped")
-        while True:
-            wanted = b"%d by %d" % (int((seen or b"0").split()[0]) + 1, self.me)
-            self.peer.send(b"\x02" + blob(b"/swapped") + blob(seen) + blob(wanted))
-            now = self.peer.read(struct.unpack("<Q", self.peer.read(8))[0])
-            if now == wanted:
-                return
-            seen = now
-
-    def meet(self, ticket: int) -> None:
-        """Set a key, and wait for three keys of others."""
-        self.peer.send(b"\x01" + blob(b"/here/%d/%d" % (ticket, self.me)) + blob(b"%d" % ticket))
-        names = [b"/here/%d/%d" % (ticket, self.dice.randrange(CLIENTS)) for _ in range(3)]
-        assert self.peer.ask(b"\x06" + keys(*names), 1) == b"\0"
-        name = b"/here/%d/%d" % (ticket, self.dice.randrange(CLIENTS))
-        assert self.peer.ask(fetch(name), 8 + len(b"%d" % ticket)) == blob(b"%d" % ticket)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_clients_with_random_commands(backend: str) -> None:
-    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
-        peer.ping()
-        watch = Watch(server.process.pid)
-        before = watch.threads()
-        hammers = [Hammer(server.port, i) for i in range(CLIENTS)]
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            for done in [pool.submit(hammer.run) for hammer in hammers]:
-                done.result(LIMIT)
-        for i in range(COUNTERS):
-            assert number(peer, b"\x04" + blob(b"/count/%d" % i) + I64.pack(0)) == sum(one.added[i] for one in hammers)
-        assert len(get(peer, b"/text")) == sum(one.appended for one in hammers)
-        assert int(get(peer, b"/swapped").split()[0]) == sum(one.swapped for one in hammers)
-        popped = [item for one in hammers for item in one.popped]
-        pushed = [b"%d/%d" % (one.me, i + 1) for one in hammers for i in range(one.pushed)]
-        assert sorted(popped) == sorted(pushed), "an item was lost or given twice"
-        assert number(peer, b"\x10" + blob(b"/queue")) == 0
-        until(lambda: watch.threads() == before, "their threads have ended")
-        assert "Traceback" not in server.log()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_empty_value_is_not_delayed(backend: str) -> None:
-    """PyTorch's legacy server sends the length and the value apart, which costs 40 ms."""
-
-    def median(key: bytes, reply: bytes) -> float:
-        times = []
-        for _ in range(50):
-            began = time.perf_counter()
-            assert peer.ask(b"\x03" + blob(key), len(reply)) == reply
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
-
-    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
-        peer.send(b"\x01" + blob(b"/empty") + blob(b"") + b"\x01" + blob(b"/one") + blob(b"1"))
-        assert median(b"/empty", u64(0)) < 10 * median(b"/one", blob(b"1"))
 
 
 async def test_stopping_is_no_trouble_with_accepting(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from client.test_resumed import Resetter
-from client.test_sync import until
 from conformance.frames import get
-from support import LIMIT, RawPeer, Server, free_port, tcpstore_relay, tcpstore_server
+from support import LIMIT, RawPeer, Server, free_port, tcpstore_relay, tcpstore_server, until
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore, rendezvous
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.cli import main

@@ -13,9 +13,8 @@ from typing import IO
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import get, ping, set_
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server, until
 from tls.certificates import certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import client_hello

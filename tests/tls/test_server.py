@@ -16,9 +16,8 @@ from typing import cast
 
 import pytest
 
-from client.test_sync import until
 from conformance.frames import get
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_server, until
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.base.limits import Limits
@@ -62,31 +61,6 @@ def test_plain_and_encrypted_peers_on_one_port() -> None:
             for peer in (encrypted, plain, encrypted):
                 peer.ping()
         assert "closed the connection" not in server.log()
-
-
-@pytest.mark.parametrize(
-    ("using", "reason"),
-    [
-        (lambda: context(ca=certificates().others.ca), "the peer does not trust our certificate's CA"),
-        (old_version, "the peer does not offer TLS 1.3"),
-        (context, "the peer did not send the required certificate"),
-        (
-            lambda: context(certificates().stranger),
-            "the peer's certificate was not accepted: certificate verify failed:",
-        ),
-        (lambda: context(certificates().expired), "certificate has expired"),
-    ],
-    ids=["trusts another CA", "TLS 1.2", "no certificate", "of another CA", "expired"],
-)
-def test_a_peer_is_refused_with_one_line(using: object, reason: str) -> None:
-    assert callable(using)
-    with tcpstore_server(*certificates().serving(ca=True)) as server:
-        refused(server, using())
-        line = logged(server, "TLS handshake failed")
-        assert "closed the connection from 127.0.0.1:" in line
-        assert reason in line
-        with TlsPeer(server.port, using=context(certificates().client)) as peer:
-            peer.ping()
 
 
 def test_what_is_no_tls() -> None:
