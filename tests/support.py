@@ -68,10 +68,10 @@ def secret_file(path: Path, text: str) -> Path:
     return path
 
 
-def run_python(program: str, *arguments: object, **variables: str) -> str:
-    """Run a program, to whose interpreter a warning is an error, to its end; return what it prints."""
+def run_python(program: str, *arguments: object, prefix: Sequence[str] = (), **variables: str) -> str:
+    """Run a program, to whose interpreter a warning is an error, perhaps by another one; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+        [*prefix, sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
         cwd=tempfile.gettempdir(), env={**os.environ, **variables},
         capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip

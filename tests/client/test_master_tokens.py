@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conformance.frames import set_
-from support import LIMIT, RawPeer, until
+from support import LIMIT, RawPeer, secret_file, until
 from tcpstore_async import AccessDeniedError, DistNetworkError, PrefixStore, TCPStore
 from tcpstore_async.auth.tokens import TokenKeys, read_keys
 from tcpstore_async.server.process import child
@@ -24,10 +24,7 @@ WHERE = ("process", "thread")
 
 
 def key_file(folder: Path, text: str = "k1:a secret that nobody knows\n") -> Path:
-    keys = folder / "keys"
-    keys.touch(0o600)
-    keys.write_text(text)
-    return keys
+    return secret_file(folder / "keys", text)
 
 
 @pytest.fixture(params=WHERE)
@@ -62,9 +59,7 @@ def test_the_threaded_server_is_not_started_without_what_was_asked_for(
 ) -> None:
     pair = certificates().server
     if value == "keys":
-        (tmp_path / value).touch(0o600)
-        (tmp_path / value).write_text("k1:a secret that nobody knows\n")
-        value = str(tmp_path / value)
+        value = str(key_file(tmp_path))
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("TCPSTORE_CERT", pair.cert)
     monkeypatch.setenv("TCPSTORE_KEY", pair.key)

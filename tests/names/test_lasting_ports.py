@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults.fault_helpers import program, until
-from support import LIMIT, RawPeer, refused, tcpstore_server
+from support import LIMIT, RawPeer, refused, secret_file, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.client.server_url import ServerUrl
@@ -46,9 +46,7 @@ def test_it_outlasts_its_clients_and_they_outlast_it() -> None:
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that is given, or that of the environment as it is now."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret\n")
+    keys = secret_file(tmp_path / "keys", "k1:a secret\n")
     token = TokenKeys([("k1", b"a secret")]).create()
     with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
         where = ServerUrl("127.0.0.1", server.port, False)

@@ -13,20 +13,13 @@ from pathlib import Path
 import pytest
 
 from conformance.frames import set_
-from server.test_auth import identity_of, tcpstore
-from support import LIMIT, RawPeer, tcpstore_server, until
+from server.test_auth import KEY_LINE, identity_of, tcpstore
+from support import LIMIT, RawPeer, secret_file, tcpstore_server, until
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.audit import AuditLog
 from tcpstore_async.serving import serve
 
 WRITE = set_(b"/k", b"v")
-
-
-def key_file(folder: Path) -> Path:
-    keys = folder / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
-    return keys
 
 
 def refused(port: int) -> int:
@@ -36,6 +29,11 @@ def refused(port: int) -> int:
         peer.send(WRITE)
         assert peer.closed()
     return here
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    return str(secret_file(tmp_path / "keys", KEY_LINE))
 
 
 class Clock:
@@ -87,10 +85,9 @@ def test_no_limit(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     assert (len(caplog.messages), audit.flush_due()) == (1000, 0.0)
 
 
-def test_every_refusal_has_a_line_with_its_peer(tmp_path: Path) -> None:
+def test_every_refusal_has_a_line_with_its_peer(keys: str) -> None:
     """Also when they come within a second, and of one kind."""
-    keys = key_file(tmp_path)
-    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
+    with tcpstore_server("--token-keys", keys, "--require-auth=all") as server:
         ports = {refused(server.port) for _ in range(30)}
         until(lambda: server.log().count("SET requires a token") == 30)
         assert (
@@ -100,8 +97,8 @@ def test_every_refusal_has_a_line_with_its_peer(tmp_path: Path) -> None:
         assert "omitted" not in server.log()
 
 
-def test_lines_beyond_the_limit_are_counted_exactly(tmp_path: Path) -> None:
-    options = ["--token-keys", str(key_file(tmp_path)), "--require-auth=all", "--limit", "audit_lines=1"]
+def test_lines_beyond_the_limit_are_counted_exactly(keys: str) -> None:
+    options = ["--token-keys", keys, "--require-auth=all", "--limit", "audit_lines=1"]
     with tcpstore_server(*options) as server:
         for _ in range(40):
             refused(server.port)
@@ -112,7 +109,7 @@ def test_lines_beyond_the_limit_are_counted_exactly(tmp_path: Path) -> None:
         assert counts
 
 
-def test_the_audit_log_is_a_logger_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_audit_log_is_a_logger_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """And a program that runs a server may send it elsewhere."""
 
     async def main() -> None:
@@ -143,12 +140,12 @@ def test_looking_in_is_one_line_with_the_user_and_what_was_asked_for(tmp_path: P
         assert len(found) == 3
 
 
-def test_a_token_that_is_created_is_one_line_without_its_secret(tmp_path: Path) -> None:
-    options = ["--token-keys", str(key_file(tmp_path)), "--rights", "read", "--prefix", "a\nb", "--max-keys", "3"]
+def test_a_token_that_is_created_is_one_line_without_its_secret(keys: str) -> None:
+    options = ["--token-keys", keys, "--rights", "read", "--prefix", "a\nb", "--max-keys", "3"]
     done = tcpstore("token", "create", *options)
-    line, keys = done.stderr.splitlines()
+    line, access = done.stderr.splitlines()
     token = done.stdout.strip()
-    assert "it gives access to the keys that begin with 'a\\nb', for example 'a\\nbx'" in keys
+    assert "it gives access to the keys that begin with 'a\\nb', for example 'a\\nbx'" in access
     assert (
         f"uid {os.getuid()} created token {identity_of(token)} (rights read, prefix 'a\\nb', max 3 keys), signed by k1"
         in line

@@ -14,6 +14,7 @@ import ssl
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,20 @@ from typing import Any
 import pytest
 
 from conformance.frames import NUM_KEYS, auth, check, get, link, set_
-from server.test_auth import KEYS, REFUSED, REVOKED, _address, identity_of
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_relay, tcpstore_server, u64, until
+from server.test_auth import KEY_LINE, KEYS, REFUSED, REVOKED, _address, identity_of
+from support import (
+    HANDSHAKE,
+    LIMIT,
+    RawPeer,
+    Server,
+    blob,
+    secret_file,
+    tcpstore,
+    tcpstore_relay,
+    tcpstore_server,
+    u64,
+    until,
+)
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server import base
@@ -45,9 +58,7 @@ TLS_REQUIRED = "the server requires TLS: use tcps://, or set TCPSTORE_TLS=1"
 def server() -> Iterator[Server]:
     """Of each test's own: a second refusal within a second is only counted."""
     with tempfile.TemporaryDirectory() as made:
-        keys, revoked = Path(made, "keys"), Path(made, "revoked")
-        keys.touch(0o600)
-        keys.write_text("k1:a secret that nobody knows\n")
+        keys, revoked = secret_file(Path(made, "keys"), KEY_LINE), Path(made, "revoked")
         revoked.write_text(f"{identity_of(REVOKED)}\n")
         files = ["--token-keys", str(keys), "--revoked-tokens", str(revoked), *certificates().serving(ca=True)]
         limit = ["--limit", "validate_seconds=2", "--admin", ""]  # nobody else looks in meanwhile, which is logged
@@ -123,8 +134,7 @@ def link_frame(attempt: int, *more: tuple[bytes, bytes], secret: bytes = bytes([
 
 def authenticated(server: Server, token: str) -> TlsPeer:
     peer = TlsPeer(server.port, using=own())
-    reply = peer.ask(auth(token.encode()), 8)
-    assert b'"ok"' in peer.read(int.from_bytes(reply, "little"))
+    assert b'"ok"' in peer.ask_value(auth(token.encode()))
     return peer
 
 
@@ -133,13 +143,12 @@ def takes_over(token: str, attempt: int, secret: bytes = bytes([8] * 16)) -> Cal
 
     def attack(server: Server) -> int:
         owner = authenticated(server, OWNER)
-        said = owner.read(int.from_bytes(owner.ask(link_frame(5), 8), "little"))
+        said = owner.ask_value(link_frame(5))
         assert b'"new"' in said
         instance = re.findall(rb'"instance":"(\w+)"', said)[0]
         stranger = authenticated(server, token)
         resume = link_frame(attempt, (b"instance", instance), (b"taken", b"0"), (b"told", b"0"), secret=secret)
-        said = stranger.read(int.from_bytes(stranger.ask(resume, 8), "little"))
-        assert b'"refused"' in said
+        assert b'"refused"' in stranger.ask_value(resume)
         stranger.ping()  # it is an ordinary connection
         here = port_of(stranger)
         stranger.close()
@@ -170,6 +179,10 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         "access only to keys with the prefix",
     ),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
+    "trusts another CA": (
+        tls_refused(context(ca=certificates().others.ca)),
+        "the peer does not trust our certificate's CA",
+    ),
     "another CA": (tls_refused(context(certificates().stranger)), "the peer's certificate was not accepted"),
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),
     "no certificate": (tls_refused(context()), "the peer did not send the required certificate"),
@@ -222,9 +235,7 @@ def stream(*frames: tuple[int, int, bytes]) -> bytes:
 @pytest.mark.skipif(not _address(), reason="this host has loopback addresses only")
 def test_a_relay_that_claims_ranks_of_the_servers_host(shown: bytes, reason: str, tmp_path: Path) -> None:
     """What a stranger says of its ranks' addresses opens nothing: not the link, nor what its token does not."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
+    keys = secret_file(tmp_path / "keys", KEY_LINE)
     host = _address()
     rank = stream((1, 1, struct.pack("<H", 4711) + b"127.0.0.1"), (0, 1, HANDSHAKE + WRITE))
     options = ["--host", host, "--token-keys", str(keys), "--require-auth"]
@@ -301,9 +312,7 @@ def test_a_certificate_is_enough_if_the_server_has_no_token_keys(monkeypatch: py
 
 def test_plain_connections_to_a_server_that_requires_tls(tmp_path: Path) -> None:
     """They are closed at their first byte, from loopback too: no token is asked for; our clients say why at once."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
+    keys = secret_file(tmp_path / "keys", KEY_LINE)
     options = ["--token-keys", str(keys), *certificates().serving(), "--require-tls"]
     with tcpstore_server(*options) as server, TlsPeer(server.port) as other:
         other.ping()
@@ -331,8 +340,7 @@ def test_rights_of_two_tokens_do_not_add_up(server: Server) -> None:
     one, two = KEYS.create(prefix="a/", max_sessions=1), KEYS.create(prefix="b/", rights="read")
     with authenticated(server, one) as peer:
         peer.send(set_(b"/a/1", b"v"))
-        reply = peer.ask(auth(two.encode()), 8)
-        assert b'"ok"' in peer.read(int.from_bytes(reply, "little"))
+        assert b'"ok"' in peer.ask_value(auth(two.encode()))
         with authenticated(server, one) as other:  # the session counts for the second token alone
             other.ping()
         peer.send(set_(b"/a/1", b"w"))
@@ -341,21 +349,24 @@ def test_rights_of_two_tokens_do_not_add_up(server: Server) -> None:
         assert other.ask(get(b"/a/1"), 9) == blob(b"v")
 
 
+@contextmanager
+def relay_with(token: Path, server: Server) -> Iterator[Server]:
+    """A relay with a client certificate and a token."""
+    known = certificates()
+    env = {name: value for name, value in known.environment(known.client).items() if name != "TCPSTORE_TLS"}
+    with tcpstore_relay(f"tcps://127.0.0.1:{server.port}", "--token-file", str(token), env=env) as relay:
+        yield relay
+
+
 def test_a_rank_behind_a_relay_with_a_token_of_its_own(server: Server, tmp_path: Path) -> None:
     """It may do what that allows, and no longer what the relay's does; it does not count for the relay's."""
-    known = certificates()
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(KEYS.create(prefix="job/", max_sessions=2))
-    env = {name: value for name, value in known.environment(known.client).items() if name != "TCPSTORE_TLS"}
-    url = f"tcps://127.0.0.1:{server.port}"
-    with tcpstore_relay(url, "--token-file", str(file), env=env) as relay, RawPeer(relay.port) as rank:
+    file = secret_file(tmp_path / "token", KEYS.create(prefix="job/", max_sessions=2))
+    with relay_with(file, server) as relay, RawPeer(relay.port) as rank:
         rank.ping()
         with RawPeer(relay.port) as crowded:
             assert crowded.closed()
         until(lambda: "already has 2 sessions (max 2)" in server.log())
-        reply = rank.ask(auth(KEYS.create(prefix="own/").encode()), 8)
-        assert b'"ok"' in rank.read(int.from_bytes(reply, "little"))
+        assert b'"ok"' in rank.ask_value(auth(KEYS.create(prefix="own/").encode()))
         rank.send(set_(b"/own/k", b"v"))
         rank.ping()
         with RawPeer(relay.port) as next_one:
@@ -413,13 +424,8 @@ def test_nothing_is_done_before_a_token_is_accepted(server: Server, name: str) -
 
 def test_tls_where_there_is_none(server: Server, tmp_path: Path) -> None:
     """At a relay's port and at an admin socket: the peer is closed, or told so, and others go on."""
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(OWNER)
-    known = certificates()
-    env = {name: value for name, value in known.environment(known.client).items() if name != "TCPSTORE_TLS"}
-    url = f"tcps://127.0.0.1:{server.port}"
-    with tcpstore_relay(url, "--token-file", str(file), env=env) as relay, RawPeer(relay.port) as rank:
+    file = secret_file(tmp_path / "token", OWNER)
+    with relay_with(file, server) as relay, RawPeer(relay.port) as rank:
         rank.ping()
         with RawPeer(relay.port, validate=False) as peer:
             peer.send(client_hello())

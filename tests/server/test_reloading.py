@@ -46,8 +46,7 @@ def test_the_server_of_a_master_loads_files_that_have_changed(
         first = serial(store.port, known.client)
         with TlsPeer(store.port, using=context(known.client)) as peer:
             token = TokenKeys([("k2", b"the second secret")]).create()
-            reply = peer.ask(auth(token.encode()), 8)
-            assert b'"ok"' in peer.read(int.from_bytes(reply, "little"))
+            assert b'"ok"' in peer.ask_value(auth(token.encode()))
             replace(pair, known.renewed)
             keys.write_text(FIRST)
             assert peer.closed()

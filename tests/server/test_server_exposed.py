@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import RawPeer, tcpstore_relay, tcpstore_server
+from support import RawPeer, secret_file, tcpstore_relay, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.base.addresses import is_loopback
 from tcpstore_async.server.listen_socket import listen, warn_if_exposed
@@ -17,60 +17,35 @@ from tls.certificates import certificates
 EXPOSED = "reachable from other hosts"
 
 
+UNPROTECTED = "without TLS or mandatory authentication: anyone who can reach"
+OPEN = "without mandatory authentication: anyone who can reach"
+IN_CLEAR_TEXT = "without mandatory TLS: a client that connects without TLS sends its token"
+AUTH = "--token-keys or --tls-ca, --require-auth and --require-tls, or"
+ALL = {"tls", "tokens", "requires_auth", "requires_tls"}
+
+
 @pytest.mark.parametrize(
     ("given", "said", "advised"),
     [
-        (
-            set(),
-            "without TLS or mandatory authentication: anyone who can reach",
-            "--tls-cert, --tls-key, --token-keys or --tls-ca, --require-auth and --require-tls, or",
-        ),
-        (
-            {"has_tokens"},
-            "without TLS or mandatory authentication: anyone who can reach",
-            "--tls-cert, --tls-key, --require-auth and --require-tls, or",
-        ),
-        (
-            {"has_tls"},
-            "without mandatory authentication: anyone who can reach",
-            "start it with --token-keys or --tls-ca, --require-auth and --require-tls, or",
-        ),
-        (
-            {"has_tls", "has_ca"},
-            "without mandatory authentication: anyone who can reach",
-            "start it with --require-auth and --require-tls, or",
-        ),
-        (
-            {"has_tokens", "requires_auth"},
-            "without TLS: anyone who sees its traffic",
-            "--tls-cert, --tls-key and --require-tls, or",
-        ),
-        (
-            {"has_tls", "has_tokens", "requires_auth"},
-            "without mandatory TLS: a client that connects without TLS sends its token",
-            "start it with --require-tls, or",
-        ),
-        (
-            {"has_tls", "has_ca", "has_tokens", "requires_auth"},
-            "without mandatory TLS: a client that connects without TLS sends its token",
-            "start it with --require-tls, or",
-        ),
-        (
-            {"has_tls", "requires_tls"},
-            "without mandatory authentication: anyone who can reach",
-            "start it with --token-keys or --tls-ca and --require-auth, or",
-        ),
-        ({"has_tls", "has_tokens", "requires_auth", "requires_tls"}, "", ""),
-        ({"has_tls", "has_ca", "requires_auth"}, "", ""),
-        ({"has_tls", "has_ca", "requires_tls"}, "", ""),
+        (set(), UNPROTECTED, f"--tls-cert, --tls-key, {AUTH}"),
+        ({"tokens"}, UNPROTECTED, "--tls-cert, --tls-key, --require-auth and --require-tls, or"),
+        ({"tls"}, OPEN, f"start it with {AUTH}"),
+        ({"tls", "ca"}, OPEN, "start it with --require-auth and --require-tls, or"),
+        ({"tls", "requires_tls"}, OPEN, "start it with --token-keys or --tls-ca and --require-auth, or"),
+        ({"tokens", "requires_auth"}, "without TLS: anyone who sees its traffic", "--tls-key and --require-tls, or"),
+        ({"tls", "tokens", "requires_auth"}, IN_CLEAR_TEXT, "start it with --require-tls, or"),
+        ({"tls", "ca", "tokens", "requires_auth"}, IN_CLEAR_TEXT, "start it with --require-tls, or"),
+        (ALL, "", ""),
+        ({"tls", "ca", "requires_auth"}, "", ""),
+        ({"tls", "ca", "requires_tls"}, "", ""),
     ],
 )
 def test_what_it_lacks_and_what_to_do(
     caplog: pytest.LogCaptureFixture, given: set[str], said: str, advised: str
 ) -> None:
-    names = ("has_tls", "has_ca", "has_tokens", "requires_auth", "requires_tls")
+    has = {f"has_{name}": name in given for name in ("tls", "ca", "tokens")}
     with listen("0.0.0.0", 0) as listener:
-        warn_if_exposed(listener, **{name: name in given for name in names})
+        warn_if_exposed(listener, **has, requires_auth="requires_auth" in given, requires_tls="requires_tls" in given)
         port = listener.getsockname()[1]
     if not said:
         assert not caplog.records
@@ -104,9 +79,7 @@ def test_serve_warns_once(host: str, lines: int) -> None:
 
 
 def test_serve_says_that_a_token_may_be_sent_in_clear_text(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
+    keys = secret_file(tmp_path / "keys", "k1:a secret that nobody knows\n")
     options = ["--host", "0.0.0.0", "--token-keys", str(keys), "--require-auth", *certificates().serving(ca=True)]
     with tcpstore_server(*options) as server:
         assert server.log().count(f"{EXPOSED} without mandatory TLS") == 1

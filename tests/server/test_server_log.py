@@ -19,7 +19,7 @@ import pytest
 
 from faults.fault_helpers import until
 from faults.owner_programs import seen
-from support import LIMIT, RawPeer, blob, u64
+from support import LIMIT, RawPeer, blob, run_python, u64
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import listen
@@ -132,6 +132,8 @@ def test_rank_0s_next_call_says_of_what_its_server_died(
         assert cause not in str(raised.value)
 
 
+FEW_FILES = ("prlimit", "--nofile=150:150")
+
 REFUSED = """
 import logging, socket, sys, threading
 from tcpstore_async.server.master import host
@@ -162,7 +164,7 @@ hosted.release()
 
 
 def test_a_rejected_rank_is_logged_by_rank_0() -> None:
-    one_too_many, line = sorted(run(REFUSED, prefix=("prlimit", "--nofile=150:150")).splitlines())
+    one_too_many, line = sorted(run_python(REFUSED, prefix=FEW_FILES).splitlines())
     assert one_too_many == "1"
     assert line.startswith("WARNING rejected ")
     assert ": connection limit " in line
@@ -185,22 +187,9 @@ except ChildProcessError:
 
 
 def test_an_owner_that_adopts_its_server_waits_for_it_and_hears_of_what_it_died() -> None:
-    done = run(ADOPTED)
+    done = run_python(ADOPTED)
     assert "was killed by SIGKILL" in done
     assert done.endswith("none left\n")
-
-
-def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
-    """Run a program; return what it prints."""
-    done = subprocess.run(
-        [*prefix, sys.executable, "-W", "error", "-c", text, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=LIMIT,
-        cwd=tempfile.gettempdir(),
-    )
-    assert done.returncode == 0
-    return done.stdout
 
 
 # Capacity
@@ -220,8 +209,7 @@ print("soon" if time.monotonic() - began < 300 else "late")
 
 @pytest.mark.parametrize("where", ["process", "thread"])
 def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
-    prefix = ("env", f"TCPSTORE_SERVER={where}", "prlimit", "--nofile=150:150")
-    logged, raised, soon = run(WORLD, "100", prefix=prefix).splitlines()
+    logged, raised, soon = run_python(WORLD, 100, prefix=FEW_FILES, TCPSTORE_SERVER=where).splitlines()
     assert logged.startswith("ERROR the server on port ")
     assert raised.removeprefix("raised ") == logged.removeprefix("ERROR ")
     assert ("ulimit -Hn: 150" if where == "process" else "ulimit -Sn: 150") in raised
@@ -229,7 +217,7 @@ def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
 
 
 def test_a_world_that_is_not_waited_for_is_logged_too() -> None:
-    said = run(NOT_WAITED_FOR, "100", prefix=("prlimit", "--nofile=150:150")).splitlines()
+    said = run_python(NOT_WAITED_FOR, 100, prefix=FEW_FILES).splitlines()
     assert said[0].startswith("ERROR the server on port ")
     assert said[1:] == ["made"]
 
@@ -244,11 +232,11 @@ with TCPStore("127.0.0.1", 0, int(sys.argv[1]), True, 60, wait_for_workers=False
 
 
 def test_with_the_limit_that_it_names_the_world_fits() -> None:
-    said = run(ANNOUNCES, "100", prefix=("prlimit", "--nofile=150:150"))
+    said = run_python(ANNOUNCES, 100, prefix=FEW_FILES)
     needed = re.search(r"a limit of at least (\d+)", said)
     assert needed
-    assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={needed[1]}:{needed[1]}")) == "fits\n"
-    assert "cannot accept 100 ranks" in run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={int(needed[1]) - 1}"))
+    assert run_python(ANNOUNCES, 100, prefix=("prlimit", f"--nofile={needed[1]}:{needed[1]}")) == "fits\n"
+    assert "cannot accept 100 ranks" in run_python(ANNOUNCES, 100, prefix=("prlimit", f"--nofile={int(needed[1]) - 1}"))
 
 
 ANNOUNCES = """
@@ -385,7 +373,7 @@ hosted.release()
 
 
 def test_an_owner_may_wait_for_all_its_children() -> None:
-    assert run(WAITS_FOR_ALL) == "2\nTrue\n"
+    assert run_python(WAITS_FOR_ALL) == "2\nTrue\n"
 
 
 # Forks
@@ -450,14 +438,6 @@ def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkey
     slow.go_on.set()
     assert forked() == 0
     server.stop()
-
-
-def test_a_forked_child_has_none_of_the_sockets(server: ServerProcess) -> None:
-    source = server._log._source
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if source.fileno() == -1 and server._control.fileno() == -1 and server._process._fd is None else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # The socket between them

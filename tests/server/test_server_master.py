@@ -4,9 +4,7 @@ import gc
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from faults.owner_programs import port_is_free, seen
-from support import LIMIT, RawPeer
+from support import LIMIT, RawPeer, alarms, run_python
 from tcpstore_async import TCPStore
 from tcpstore_async.base.errors import DistNetworkError, DistStoreError
 from tcpstore_async.server import listen_socket, master
@@ -391,23 +389,7 @@ socket.create_connection(("127.0.0.1", hosted.port)).close()
 hosted.release()
 print("good")
 """
-    assert run(text) == "good\n"
-
-
-def run(text: str, *arguments: str, **variables: str) -> str:
-    """Run a program; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=tempfile.gettempdir(),
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout
+    assert run_python(text) == "good\n"
 
 
 # Where no process can be started
@@ -443,19 +425,10 @@ def test_the_warning_as_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.unmeasured
 def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
-    previous = signal.signal(signal.SIGALRM, interrupt)
     fd, port = bound()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            host(port, listen_fd=fd)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    with pytest.raises(KeyboardInterrupt), alarms(signal.default_int_handler, 0.2):
+        host(port, listen_fd=fd)
     assert port_is_free(port)
 
 
@@ -550,7 +523,7 @@ print("good")
 
 @pytest.mark.unmeasured
 def test_a_forked_worker_holds_nothing(where: str) -> None:
-    assert run(FORKED, where, TCPSTORE_SERVER=where) == "good\n"
+    assert run_python(FORKED, where) == "good\n"
 
 
 AT_EXIT = """
@@ -561,7 +534,7 @@ print(hosted.port)
 
 
 def test_the_end_of_the_interpreter_releases_it(where: str) -> None:
-    assert port_is_free(int(run(AT_EXIT, TCPSTORE_SERVER=where)))
+    assert port_is_free(int(run_python(AT_EXIT)))
 
 
 # PyTorch's client

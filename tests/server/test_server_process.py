@@ -308,8 +308,8 @@ def test_a_forked_child_does_nothing_and_holds_nothing(server: ServerProcess) ->
             server.announce(1)
             server.complete()
             server.stop()
-            control = server._control.fileno()
-            os.write(writer, b"closed" if control == -1 else b"open")
+            sockets = server._control.fileno(), server._log._source.fileno(), server._process._fd
+            os.write(writer, b"closed" if sockets == (-1, -1, None) else b"open")
             select.select([], [], [], LIMIT)
         finally:
             os._exit(0)

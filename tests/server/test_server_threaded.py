@@ -16,7 +16,8 @@ import pytest
 
 from conformance.frames import fetch
 from faults.fault_helpers import I64, Watch, get, until
-from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
+from relay.load import Load
+from support import LIMIT, RawPeer, alarms, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
@@ -139,20 +140,13 @@ def test_an_interrupt_while_waiting_for_the_lock_withdraws() -> None:
             held.set()
             go.wait(LIMIT)
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait(LIMIT)
-    former = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with lock:
-                pass
+        with pytest.raises(KeyboardInterrupt), alarms(signal.default_int_handler, 0.05), lock:
+            pass
     finally:
-        signal.signal(signal.SIGALRM, former)
         go.set()
         holder.join(LIMIT)
     with lock:
@@ -617,6 +611,20 @@ def test_a_thousand_connections_and_no_thread_is_left() -> None:
         until(lambda: watch.threads() == before, "their threads have ended")
         other.ping()
         assert server.stop() == 0
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_clients_with_random_commands(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
+        peer.ping()
+        watch = Watch(server.process.pid)
+        before = watch.threads()
+        load = Load(b"load", [server.port] * 64)
+        until(lambda: load.rounds >= 10 or not load.alive(), "all have met")
+        load.stop()
+        load.judge(peer)
+        until(lambda: watch.threads() == before, "their threads have ended")
         assert "Traceback" not in server.log()
 
 

@@ -17,7 +17,7 @@ from client.test_resumed import resetter
 from commands import run_command
 from conformance.frames import set_
 from faults.fault_helpers import until
-from support import LIMIT, RawPeer, Server, tcpstore_relay, tcpstore_server
+from support import LIMIT, RawPeer, Server, refused, secret_file, tcpstore_relay, tcpstore_server
 from tcpstore_async import TCPStore, serve
 from tcpstore_async.server.backends import BACKENDS
 from tls.certificates import certificates
@@ -49,14 +49,6 @@ def why_none(store: TCPStore) -> str:
     assert name is not None
     assert not name.port
     return name.no_port
-
-
-def accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), LIMIT).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 def free_ports(count: int) -> tuple[int, int]:
@@ -106,7 +98,7 @@ def test_a_port_ends_with_its_store(server: Server) -> None:
     with RawPeer(port) as peer:
         peer.ping()
         owner.close()
-        until(lambda: not accepts(port), "the port is closed")
+        until(lambda: refused(port), "the port is closed")
         peer.ping()  # it has ten seconds to leave
     with owner_on(server) as again, RawPeer(port_of(again)) as peer:
         peer.ping()
@@ -116,7 +108,7 @@ def test_ports_end_with_the_server(server: Server) -> None:
     with owner_on(server) as owner:
         port = port_of(owner)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: not accepts(port), "the port is closed")
+        until(lambda: refused(port), "the port is closed")
         owner.set("k", "v")  # clients that are connected may finish
         assert owner.get("k") == b"v"
     server.stop()
@@ -137,7 +129,7 @@ def test_a_range(backend: str) -> None:
         third.set("k", "v")
         assert third.get("k") == b"v"
         owners[0].close()
-        until(lambda: not accepts(first) or not accepts(last), "a port is closed")
+        until(lambda: refused(first) or refused(last), "a port is closed")
         stranger.close()
         assert {port_of(stack.enter_context(owner_on(server, number))) for number in (4, 5)} < {first, first + 1, last}
 
@@ -156,9 +148,7 @@ def test_what_is_no_range(given: str) -> None:
 
 def test_a_protected_server_has_none(tmp_path: Path) -> None:
     """Who connects there would be in the store without a token, and in clear text."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"a:{'1' * 64}\n")
+    keys = secret_file(tmp_path / "keys", f"a:{'1' * 64}\n")
     with (
         tcpstore_server("--token-keys", str(keys)) as server,
         owner_on(server) as owner,
@@ -205,7 +195,7 @@ async def test_a_forked_child_holds_no_port(backend: str) -> None:
         try:
             os.read(reading, 1)
             await asyncio.to_thread(owner.close)
-            while await asyncio.to_thread(accepts, port):
+            while not await asyncio.to_thread(refused, port):
                 await asyncio.sleep(0)
         finally:
             os.kill(child, signal.SIGKILL)

@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 import pytest
 from click.testing import CliRunner
 
-from client.test_resumed import Resetter
-from conformance.frames import get
-from support import LIMIT, RawPeer, Server, free_port, tcpstore_relay, tcpstore_server, until
+from client.test_resumed import resetter
+from conformance.frames import get, set_
+from support import LIMIT, RawPeer, Server, free_port, in_child, tcpstore_relay, tcpstore_server, until
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore, rendezvous
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.cli import main
@@ -130,24 +130,17 @@ def test_forks(server: Server, use_tls: Callable[..., None]) -> None:
         waiting = threading.Thread(target=lambda: got.append(store.get("late")))
         waiting.start()
         until(lambda: len(store._connection()._connections) == 1 and store._connection()._connections[0].parked)
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                status = 0 if store.get("key") == b"value" and store.add("child", 1) == 1 else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert in_child(lambda: (store.get("key"), store.add("child", 1))) == "(b'value', 1)"
         store.set("late", "now")
         waiting.join(LIMIT)
         assert got == [b"now"]
         assert store.add("child", 1) == 2
 
 
-def resumed_by_sync(port: int, reset: Callable[[], object]) -> int:
-    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+def resumed_by_sync(port: int, reset: Callable[[], object], token: str = "") -> int:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT, token=token) as store:
         assert not store.check(["counter"])
-        assert store.queue_len("none") == 0
+        assert store.queue_len("counters") == 0
         for number in range(1, 21):
             assert store.add("counter", 1) == number
             if number % 5 == 0:
@@ -155,9 +148,9 @@ def resumed_by_sync(port: int, reset: Callable[[], object]) -> int:
         return store.add("counter", 0)
 
 
-def resumed_by_async(port: int, reset: Callable[[], object]) -> int:
+def resumed_by_async(port: int, reset: Callable[[], object], token: str = "") -> int:
     async def count() -> int:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT, token=token) as store:
             assert await store.server() is not None
             for number in range(1, 21):
                 assert await store.add("counter", 1) == number
@@ -168,17 +161,15 @@ def resumed_by_async(port: int, reset: Callable[[], object]) -> int:
     return asyncio.run(count())
 
 
+Resumed = Callable[..., int]
+
+
 @pytest.mark.parametrize("count", [resumed_by_sync, resumed_by_async])
-def test_a_session_survives_resets(
-    server: Server, use_tls: Callable[..., None], count: Callable[[int, Callable[[], object]], int]
-) -> None:
+def test_a_session_survives_resets(server: Server, use_tls: Callable[..., None], count: Resumed) -> None:
     use_tls()
-    proxy = Resetter(server.port)
-    try:
+    with resetter(server.port) as proxy:
         assert count(proxy.port, proxy.reset) == 20
         assert proxy.resets >= 4
-    finally:
-        proxy.stop()
 
 
 def sync_error(port: int, host: str = "127.0.0.1", timeout: float = 30) -> str:
@@ -356,30 +347,25 @@ def test_a_relay() -> None:
         with tcpstore_relay(url, env=known.environment(known.client)) as relay:
             with RawPeer(relay.port) as one, RawPeer(relay.port) as other:
                 value = os.urandom(2_000_000)
-                one.send(b"\x01" + blob_of(b"/key") + blob_of(value))
+                one.send(set_(b"/key", value))
                 one.ping()
-                assert other.ask(get(b"/key"), 8 + len(value))[8:] == value
+                assert other.ask_value(get(b"/key")) == value
             until(lambda: "linked to" in relay.log())
-
-
-def blob_of(data: bytes) -> bytes:
-    return len(data).to_bytes(8, "little") + data
 
 
 def test_a_relays_link_survives_a_reset() -> None:
     known = certificates()
-    with tcpstore_server(*known.serving()) as server:
-        proxy = Resetter(server.port)
-        try:
-            url = f"tcps://127.0.0.1:{proxy.port}"
-            with tcpstore_relay(url, env=known.environment()) as relay, RawPeer(relay.port) as rank:
-                for _ in range(3):
-                    rank.ping()
-                    until(lambda: proxy.reset() > 0)
-                    rank.ping()
-                assert "resumed the link" in relay.log()
-        finally:
-            proxy.stop()
+    with (
+        tcpstore_server(*known.serving()) as server,
+        resetter(server.port) as proxy,
+        tcpstore_relay(f"tcps://127.0.0.1:{proxy.port}", env=known.environment()) as relay,
+        RawPeer(relay.port) as rank,
+    ):
+        for _ in range(3):
+            rank.ping()
+            until(lambda: proxy.reset() > 0)
+            rank.ping()
+        assert "resumed the link" in relay.log()
 
 
 def test_the_command_line(server: Server) -> None:
