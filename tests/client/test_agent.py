@@ -75,31 +75,6 @@ def test_whoever_times_the_last_call_may_die(hosts: Hosts) -> None:
         first.result(LIMIT)
 
 
-def test_a_late_agent_is_waited_for(hosts: Hosts) -> None:
-    a, b, c = (hosts.agent(name) for name in "abc")
-    for future in hosts.join(a, b):
-        future.result(LIMIT)
-    third = hosts.join(c)[0]
-    until(lambda: a.look().waiting == 1)
-    assert sorted(future.result(LIMIT) for future in [*hosts.join(a, b), third]) == [
-        Round(1, rank, 3) for rank in range(3)
-    ]
-
-
-def test_a_redundant_agent_takes_the_place_of_one_that_died(hosts: Hosts) -> None:
-    options = QUICK._replace(most=2)
-    a, b, c = (hosts.agent(name, options) for name in "abc")
-    for future in hosts.join(a, b):
-        future.result(LIMIT)
-    third = hosts.join(c)[0]
-    until(lambda: c.look().standing == 3)
-    assert a.look().waiting == 0
-    hosts.stores[1].close()
-    until(lambda: a.look().waiting == 1)
-    assert hosts.join(a)[0].result(LIMIT) == Round(1, 0, 2)
-    assert third.result(LIMIT) == Round(1, 1, 2)
-
-
 def test_the_join_timeout_does_not_end_a_redundant_agent(hosts: Hosts) -> None:
     """Not even if it is shorter than the time between two beats."""
     one = QUICK._replace(least=1, most=1, keep_alive_interval=60)
@@ -128,17 +103,6 @@ def test_an_agent_that_gives_up_leaves_no_round_that_was_formed(hosts: Hosts) ->
     with pytest.raises(StopIteration) as end:
         steps.send(b._perform((request, LIMIT)))
     assert end.value.value == Round(0, 1, 2)
-
-
-def test_agents_without_beats_are_removed(hosts: Hosts) -> None:
-    a, b = hosts.agent("a"), hosts.agent("b")
-    for future in hosts.join(a, b):
-        future.result(LIMIT)
-    began = time.monotonic()
-    while a.beat().participants == 2:
-        time.sleep(QUICK.period())
-    assert time.monotonic() - began > QUICK.period()
-    assert b.look().standing == 0
 
 
 def test_closing_ends_all_waits(hosts: Hosts) -> None:

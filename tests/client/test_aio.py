@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import socket
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -61,38 +60,6 @@ async def test_what_was_written_is_there_on_every_connection(port: int, key: str
             task.cancel()
         await asyncio.gather(*parked, return_exceptions=True)
         assert await store.add(key, 1) == 1
-
-
-async def test_a_cancelled_pop_loses_nothing(port: int, key: str) -> None:
-    async with store_at(port) as store, store_at(port) as producer:
-        rng = random.Random(5)
-        pushed, popped = 300, []
-
-        async def consume() -> None:
-            popped.append(await store.queue_pop(key))
-
-        async def produce() -> None:
-            for number in range(pushed):
-                await producer.queue_push(key, str(number))
-                await asyncio.sleep(0)
-
-        producing = asyncio.create_task(produce())
-        while len(popped) < pushed:
-            tasks = [asyncio.create_task(consume()) for _ in range(3)]
-            for _ in range(rng.randrange(6)):
-                await asyncio.sleep(0)
-            if rng.random() < 0.7:
-                tasks.pop(rng.randrange(len(tasks))).cancel()
-            if producing.done() and len(popped) + len(tasks) > pushed:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                while len(popped) < pushed:
-                    popped.append(await store.queue_pop(key))
-            else:
-                await asyncio.gather(*tasks, return_exceptions=True)
-        await producing
-        assert sorted(map(int, popped)) == list(range(pushed))
 
 
 async def test_thousands_of_calls_in_flight(port: int, key: str) -> None:

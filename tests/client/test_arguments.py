@@ -80,20 +80,6 @@ def test_every_method(port: int) -> None:
         assert store.num_keys() == 0
 
 
-async def test_every_method_of_the_async_store(port: int) -> None:
-    with proxy_to(port) as proxy:
-        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
-            for name, call, wrong in WRONG:
-                for value in wrong:
-                    with pytest.raises((TypeError, ValueError)) as caught:
-                        result = call(store, value)
-                        if inspect.isawaitable(result):
-                            await result
-                    names(caught.value, name)
-            assert len(proxy.all_sent()) == 10
-            assert await store.num_keys() == 0
-
-
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [

@@ -269,20 +269,36 @@ def test_a_store_closed_before_it_starts_is_not_watched(port: int, late: Callabl
     assert background.running() is None
 
 
-FORKS_WHILE_FORMING = """
+AT_FORK = """
 import os, sys
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
 
+def polls():
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += "eventpoll" in os.readlink("/proc/self/fd/" + fd)
+        except OSError:
+            pass
+    return found
+
 at_fork = []
 def note():
-    at_fork.append(tasks())
+    at_fork.append((tasks(), polls()))
 os.register_at_fork(after_in_parent=note, after_in_child=note)  # before the package, which then goes on
+
+def check_that_nothing_of_ours_existed():
+    assert at_fork == [(1, 0)], at_fork
+    at_fork.clear()
 
 from tcpstore_async import TCPStore
 from tcpstore_async.client import background
+"""
+"""Tells how many threads and epoll sets a process has had at a fork."""
 
+FORKS_WHILE_FORMING = f"""{AT_FORK}
 background._DEFER_SECONDS = 60
 with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
     store._client.forming = True
@@ -290,8 +306,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
     for number in range(20):
         assert background.running() is None and background._deferred._due
         child = os.fork()
-        assert at_fork == [1], f"no thread of ours exists at a fork: {at_fork}"
-        at_fork.clear()
+        check_that_nothing_of_ours_existed()
         assert bool(background._deferred._due) == (child != 0)
         if child == 0:
             assert store.add("forming forks", 1) == first + 2 * number + 1 and background._deferred._due
@@ -502,37 +517,14 @@ def test_signals_are_blocked_in_it(port: int) -> None:
         assert wanted <= masks.get(timeout=LIMIT)
 
 
-FORKS = """
-import os, sys
-
-def tasks():
-    return len(os.listdir("/proc/self/task"))
-
-def polls():
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found += "eventpoll" in os.readlink("/proc/self/fd/" + fd)
-        except OSError:
-            pass
-    return found
-
-at_fork = []
-def note():
-    at_fork.append((tasks(), polls()))
-os.register_at_fork(after_in_parent=note, after_in_child=note)  # before the package, which then goes on
-
-from tcpstore_async import TCPStore
-from tcpstore_async.client import background
-
+FORKS = f"""{AT_FORK}
 with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
     assert store.add("forks", 1) == 1
     for number in range(20):
         before = background.running()
         assert before is not None
         child = os.fork()
-        assert at_fork == [(1, 0)], f"no thread of ours exists at a fork: {at_fork}"
-        at_fork.clear()
+        check_that_nothing_of_ours_existed()
         if child == 0:
             assert background.running() is None
             assert store.add("forks", 1) == 2 * number + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from client.fakes import freezable
+from contract.store_kinds import AsyncStore, Connect, either_client
 from marks import STOCK_SERVERS
 from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
-from tcpstore_async import StoreTimeoutError, TCPStore
+from tcpstore_async import Store, StoreTimeoutError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import explanation
-from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.stores.tcp import _wait_for_workers
 from versions import needs
 
@@ -45,49 +44,15 @@ def job(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"job{chr(97 + next(_numbers) % 26) * 9}/"
 
 
-class Sync:
-    """The synchronous client."""
-
-    def __init__(self, port: int) -> None:
-        self.store = TCPStore("127.0.0.1", port, timeout=LIMIT)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-
-class Async:
-    """The asyncio client, by a loop of its own."""
-
-    def __init__(self, port: int) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.store = self.loop.run_until_complete(AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT))
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.store, name)
-        if name == "set_timeout":
-            return method
-        return lambda *given: self.loop.run_until_complete(method(*given))
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.store.close())
-        self.loop.close()
-
-
-clients = pytest.mark.parametrize("client", [Sync, Async])
-Client = Callable[[int], Any]
+@pytest.fixture(params=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    with either_client(request.param) as connect:
+        yield connect
 
 
 @pytest.fixture
-def open_client(port: int) -> Iterator[Callable[[Client], Any]]:
-    opened: list[Any] = []
-
-    def open_one(client: Client) -> Any:
-        opened.append(client(port))
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        one.close()
+def store(port: int, connect: Connect, job: str) -> Store:
+    return connect(port)
 
 
 def late(call: Callable[..., object], *given: object) -> StoreTimeoutError:
@@ -96,9 +61,7 @@ def late(call: Callable[..., object], *given: object) -> StoreTimeoutError:
     return raised.value
 
 
-@clients
-def test_missing_and_nearest_keys(client: Client, open_client: Callable[[Client], Any], job: str) -> None:
-    store = open_client(client)
+def test_missing_and_nearest_keys(store: Store, job: str) -> None:
     store.set(job + "x/2", "")
     store.set(job + "ready", "")
     error = late(store.wait, [job + "ready", job + "x/3"], SHORT)
@@ -119,9 +82,7 @@ def test_missing_and_nearest_keys(client: Client, open_client: Callable[[Client]
     assert store.get(job + "x/3") == b"there"
 
 
-@clients
-def test_arrivals_at_a_barrier(client: Client, open_client: Callable[[Client], Any], job: str) -> None:
-    store = open_client(client)
+def test_arrivals_at_a_barrier(store: Store, job: str) -> None:
     error = late(store.barrier, job + "bar", 8, SHORT)
     said = f"barrier timeout after 250ms, key: {job}bar. 1 of 8 have arrived; missing ranks: 0, 1, 2, 3, 4, 6, 7"
     assert str(error) == said
@@ -129,18 +90,14 @@ def test_arrivals_at_a_barrier(client: Client, open_client: Callable[[Client], A
     assert error.missing_keys == []
 
 
-@clients
-def test_without_news_the_words_are_pytorchs(client: Client, open_client: Callable[[Client], Any], job: str) -> None:
-    store = open_client(client)
+def test_without_news_the_words_are_pytorchs(store: Store, job: str) -> None:
     name = job[:-1].swapcase() * 12
     error = late(store.wait, [name], SHORT)
     assert str(error) == f"wait timeout after 250ms, keys: /{name}"
     assert error.missing_keys == [name]
 
 
-@clients
-def test_a_short_look_is_not_asked_about(client: Client, open_client: Callable[[Client], Any], job: str) -> None:
-    store = open_client(client)
+def test_a_short_look_is_not_asked_about(store: Store, job: str) -> None:
     store.set(job + "x/2", "")
     for timeout in (0, 0.05):
         error = late(store.wait, [job + "x/3"], timeout)
@@ -160,23 +117,21 @@ def test_who_has_not_joined(port: int, job: str) -> None:
 
 
 @needs("barrier")
-@clients
 @pytest.mark.parametrize("backend", STOCK_SERVERS)
-def test_pytorchs_servers_are_not_asked(client: Client, backend: str) -> None:
+def test_pytorchs_servers_are_not_asked(connect: Connect, backend: str) -> None:
     """They would close the connection."""
     with torch_server(backend) as server:
-        store = client(server)
+        store = connect(server)
         store.set("x/2", "")
         assert str(late(store.wait, ["x/3"], SHORT)) == "wait timeout after 250ms, keys: /x/3"
         assert store.get("x/2") == b""
         store.close()
 
 
-@clients
-def test_a_server_that_does_not_answer(client: Client) -> None:
+def test_a_server_that_does_not_answer(connect: Connect) -> None:
     """The error is that of the call, and the store goes on when the server does."""
     with freezable() as frozen:
-        store = client(frozen.port)
+        store = connect(frozen.port)
         store.set("k_1", "v")
         assert store.get("k_1") == b"v"
         frozen.freeze()
@@ -188,11 +143,7 @@ def test_a_server_that_does_not_answer(client: Client) -> None:
         store.close()
 
 
-@clients
-def test_one_round_trip_and_no_further_connection(
-    client: Client, open_client: Callable[[Client], Any], job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_client(client)
+def test_one_round_trip_and_no_further_connection(store: Store, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store.set(job + "x/2", "")
     assert store.check([job + "x/2"])
     questions: list[object] = []
@@ -207,6 +158,6 @@ def test_one_round_trip_and_no_further_connection(
     assert len(error.missing_keys) == 100
     assert len(error.nearest_keys) == 4
     assert len(questions) == 1
-    inner = store.store
-    connections = inner._connections if isinstance(inner, AsyncTCPStore) else inner._client._connections
+    client: Any = store.client if isinstance(store, AsyncStore) else store._client  # type: ignore[attr-defined]
+    connections = client._connections
     assert len(connections) == 1

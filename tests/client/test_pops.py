@@ -20,8 +20,9 @@ from types import FrameType
 import pytest
 
 from client.fakes import Fake, exactly, proxy_to
+from contract.store_kinds import either_client
 from marks import ON_STOCK
-from support import LIMIT, blob, keys, server_of, tcpstore_server, torch_server, until
+from support import LIMIT, alarms, blob, keys, server_of, tcpstore_server, torch_server, until
 from tcpstore_async import (
     AsyncTCPStore,
     DistNetworkError,
@@ -232,22 +233,6 @@ def test_the_item_of_a_killed_process_goes_back(options: tuple[str, ...]) -> Non
         assert take_all(other, 1) == [b"job"]
 
 
-def test_items_come_back_in_their_order(port: int, other: TCPStore) -> None:
-    """A pipelining client that dies with several, while somebody waits.
-
-    On a queue of its own: what an earlier test's client has may go back to the others' only now.
-    """
-    for item in ("1", "2", "3", "4"):
-        other.queue_push("row", item)
-    assert other.queue_len("row") == 4  # they are there before another connection asks
-    lease = bytes([BY_METHOD["lease"].opcode]) + blob(b"/row")
-    with socket.create_connection(("127.0.0.1", port), LIMIT) as peer:
-        peer.sendall(bytes.fromhex("00cef7853c") + b"".join(lease + bytes([n, *[0] * 7]) for n in range(3)))
-        assert exactly(peer, 3 * (8 + 8 + 1))[16::17] == b"123"
-        assert other.queue_pop("row") == b"4"
-    assert [other.queue_pop("row") for _ in range(3)] == [b"1", b"2", b"3"]
-
-
 def test_an_item_stays_with_whom_it_was_lent_to(port: int, other: TCPStore) -> None:
     """However long that client is silent: it may be working. The item goes back with the end of the connection."""
     other.queue_push("lent", "job")
@@ -280,26 +265,16 @@ def test_a_connection_that_is_cut_loses_nothing(other: TCPStore, port: int, kind
     other.queue_push("q", "job")
     with link_to(port) as link:
         got = []
-        with suppress(DistNetworkError):
-            if kind == "sync":
-                with TCPStore("127.0.0.1", link.port, timeout=LIMIT) as store:
-                    assert not store.queue_len("other")
-                    link.left[who] = count
-                    got.append(store.queue_pop("q"))
-            else:
-                got += asyncio.run(_pop_until_cut(link, who, count))
+        with suppress(DistNetworkError), either_client(kind) as connect:
+            store = connect(link.port)
+            assert not store.queue_len("other")
+            link.left[who] = count
+            got.append(store.queue_pop("q"))
     confirmed = who == "server" or count >= LEASE + CONFIRM
     there = other.queue_len("q") if got and confirmed else len(take_all(other, 1))
     assert [*got, *([b"job"] * there)] == [b"job"] * (2 if got and not confirmed else 1)
     assert other.queue_len("q") == 0
     assert bool(got) == (count >= (LEASE if who == "client" else ITEM))
-
-
-async def _pop_until_cut(link: Link, who: str, count: int) -> list[bytes]:
-    async with await AsyncTCPStore.connect("127.0.0.1", link.port, timeout=LIMIT) as store:
-        assert not await store.queue_len("other")
-        link.left[who] = count
-        return [await store.queue_pop("q")]
 
 
 # Interrupts anywhere
@@ -323,13 +298,12 @@ def test_interrupts_at_any_moment_lose_no_item(port: int, other: TCPStore) -> No
 
     rng = random.Random(0)
     got: list[bytes] = []
-    before = signal.signal(signal.SIGALRM, handle)
     count = 400
     for number in range(count):
         other.queue_push("q", str(number))
     store = on_any(port)
     struck = 0
-    try:
+    with alarms(handle, 0):
         while len(got) < count // 2 and struck < 4 * count:
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 4e-4))
@@ -339,10 +313,7 @@ def test_interrupts_at_any_moment_lose_no_item(port: int, other: TCPStore) -> No
             except DistNetworkError:  # what was half sent when it struck
                 store.close()
                 store = on_any(port)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        store.close()
+    store.close()
     assert struck
     left = take_all(other, count - len(got))
     assert sorted([*got, *left]) == sorted(str(number).encode() for number in range(count))
@@ -427,45 +398,37 @@ def test_a_plain_value_ends_a_pop(kind: str, value: str) -> None:
 # PyTorch's servers, which know no leases
 
 
-def _late_on_pytorchs(pop: Callable[[Link, int], None]) -> None:
+def _late_on_pytorchs(pop: Callable[[Link], None]) -> None:
     with torch_server() as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as other, link_to(port) as link:
         link.holds = True
         releasing = threading.Timer(1.0, link.released.set)
         other.queue_push("q", "job")
         releasing.start()
-        pop(link, port)
+        pop(link)
         releasing.join(LIMIT)
         assert take_all(other, 1) == [b"job"]
 
 
 @pytest.mark.slow
-def test_what_pytorchs_server_sends_too_late_is_pushed_back() -> None:
-    def pop(link: Link, _: int) -> None:
+@pytest.mark.parametrize("by", ["the next call", "closing"])
+def test_what_pytorchs_server_sends_too_late_is_pushed_back(by: str) -> None:
+    def pop(link: Link) -> None:
         with TCPStore("127.0.0.1", link.port, timeout=SHORT) as store:
-            store.has_extended_api()
+            if by == "the next call":
+                store.has_extended_api()
             with pytest.raises(StoreTimeoutError):
                 store.queue_pop("q", block=False)
             assert link.released.wait(LIMIT)
-            store.set_timeout(LIMIT)
-            assert not store.check(["x"])
-
-    _late_on_pytorchs(pop)
-
-
-@pytest.mark.slow
-def test_what_pytorchs_server_sends_too_late_is_pushed_back_by_closing() -> None:
-    def pop(link: Link, _: int) -> None:
-        with TCPStore("127.0.0.1", link.port, timeout=SHORT) as store:
-            with pytest.raises(StoreTimeoutError):
-                store.queue_pop("q", block=False)
-            assert link.released.wait(LIMIT)
+            if by == "the next call":
+                store.set_timeout(LIMIT)
+                assert not store.check(["x"])
 
     _late_on_pytorchs(pop)
 
 
 @pytest.mark.slow
 def test_what_pytorchs_server_sends_too_late_is_pushed_back_by_async() -> None:
-    def pop(link: Link, _: int) -> None:
+    def pop(link: Link) -> None:
         async def run() -> None:
             async with await AsyncTCPStore.connect("127.0.0.1", link.port, timeout=LIMIT) as store:
                 popping = asyncio.ensure_future(store.queue_pop("q", block=False))

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -109,6 +110,21 @@ class AsyncStore(Store):
         return True
 
 
+Connect = Callable[..., Store]
+
+
+@contextmanager
+def either_client(which: str) -> Iterator[Connect]:
+    """Yield what connects to a port with the client `sync` or `async`; its stores are closed at the end."""
+    with ExitStack() as stack:
+        if which == "sync":
+            yield lambda port, **given: stack.enter_context(TCPStore("127.0.0.1", port, timeout=LIMIT, **given))
+        else:
+            run = stack.enter_context(loop_in_a_thread())
+            connect = partial(AsyncTCPStore.connect, "127.0.0.1", timeout=LIMIT)
+            yield lambda port, **given: stack.enter_context(AsyncStore(run(connect(port=port, **given)), run))
+
+
 def _hash(_: ExitStack) -> Maker:
     store = HashStore()
     return store.clone
@@ -165,12 +181,13 @@ def _torch(stack: ExitStack) -> Maker:
 
 def _async(stack: ExitStack) -> Maker:
     port = stack.enter_context(tcpstore_server()).port
-    run = stack.enter_context(_loop_in_a_thread())
+    run = stack.enter_context(loop_in_a_thread())
     return lambda: AsyncStore(run(AsyncTCPStore.connect("127.0.0.1", port)), run)
 
 
 @contextmanager
-def _loop_in_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+def loop_in_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Yield what runs a coroutine in that loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -53,54 +53,48 @@ class Interrupted(Keyspace):
         self.steps.append("done")
 
 
-@plain
-def test_handler_s_call_waits_for_the_interrupted_operation() -> None:
+@contextmanager
+def interrupted(then: Callable[[HashStore], object]) -> Iterator[tuple[HashStore, list[str]]]:
+    """A store whose first `set` is interrupted by a handler, and the steps of its keyspace."""
     store = HashStore()
     keyspace = store._keyspace = Interrupted()
 
     def handle() -> None:
-        if keyspace.handling.is_set():
-            return
-        keyspace.handling.set()
+        if not keyspace.handling.is_set():
+            keyspace.handling.set()
+            then(store)
+
+    with on_signal(handle):
+        yield store, keyspace.steps
+
+
+@plain
+def test_handler_s_call_waits_for_the_interrupted_operation() -> None:
+    def handle(store: HashStore) -> None:
         store.set("k", "handler's")
         assert store.get("k") == b"handler's"
         assert store.add("n", 1) == 1
 
-    with on_signal(handle):
+    with interrupted(handle) as (store, steps):
         store.set("k", "first")
-    assert keyspace.steps == ["begin", "done"] * 2
+    assert steps == ["begin", "done"] * 2
     assert store.get("k") == b"handler's"
 
 
 @plain
 def test_operation_completes_when_a_handler_raises() -> None:
-    store = HashStore()
-    keyspace = store._keyspace = Interrupted()
-
-    def handle() -> None:
-        if keyspace.handling.is_set():
-            return
-        keyspace.handling.set()
+    def handle(_: HashStore) -> None:
         raise InterruptedError
 
-    with on_signal(handle), pytest.raises(InterruptedError):
+    with interrupted(handle) as (store, _), pytest.raises(InterruptedError):
         store.set("k", "first")
     assert store.get("k") == b"first", "the next call waits for it"
 
 
 @plain
 def test_handler_that_forks() -> None:
-    store = HashStore()
-    keyspace = store._keyspace = Interrupted()
     pids: list[int] = []
-
-    def handle() -> None:
-        if keyspace.handling.is_set():
-            return
-        keyspace.handling.set()
-        pids.append(os.fork())
-
-    with on_signal(handle):
+    with interrupted(lambda _: pids.append(os.fork())) as (store, _):
         store.set("k", "first")
     if pids == [0]:
         store.set("k", "child's")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support import LIMIT
+from support import LIMIT, alarms, in_child
 from tcpstore_async import DistStoreError, FileStore, HashStore, PrefixStore, Store, StoreTimeoutError
 
 
@@ -35,18 +35,19 @@ def test_ctrl_c_ends_a_wait_at_once() -> None:
 def test_a_signal_handler_ends_the_wait_of_its_own_thread() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
-    before = signal.signal(signal.SIGALRM, lambda *_: store.set("k", "from the handler"))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with alarms(lambda *_: store.set("k", "from the handler"), 0.1):
         assert store.get("k") == b"from the handler"
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.unmeasured
 def test_forked_child_has_a_copy_without_waiters() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
+
+    def use() -> tuple[bytes, int]:
+        store.queue_push("q", "the child's")
+        return store.queue_pop("q"), store.queue_len("q")
+
     with ThreadPoolExecutor(4) as pool:
         popping = [pool.submit(store.queue_pop, "q") for _ in range(2)]
         done = threading.Event()
@@ -54,14 +55,7 @@ def test_forked_child_has_a_copy_without_waiters() -> None:
         time.sleep(0.1)
         try:
             for _ in range(20):
-                pid = os.fork()
-                if not pid:
-                    try:
-                        store.queue_push("q", "the child's")
-                        os._exit(0 if store.queue_pop("q") == b"the child's" and not store.queue_len("q") else 1)
-                    finally:
-                        os._exit(2)
-                assert os.waitpid(pid, 0)[1] == 0
+                assert in_child(use) == '(b"the child\'s", 0)'
         finally:
             done.set()
         adding.result(LIMIT)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from client.test_arguments import WRONG, Call, names
 from contract.store_kinds import Kind, Maker
 from tcpstore_async import DistError, DistNetworkError, DistStoreError, HashStore, PrefixStore, Store
 
@@ -172,56 +173,13 @@ def test_multi_set_with_different_numbers_of_keys_and_values(store: Store, name:
     assert not store.check([name("a")])
 
 
-BAD: list[tuple[str, tuple[Any, ...], str]] = [
-    ("set", (1, "v"), "key"),
-    ("set", ("k", 1), "value"),
-    ("set", ("k", None), "value"),
-    ("set", ("\ud800", "v"), "key"),
-    ("set", ("k", "\ud800"), "value"),
-    ("set", (memoryview(b"k"), "v"), "key"),
-    ("get", (None,), "key"),
-    ("add", (1, 1), "key"),
-    ("add", ("k", "1"), "amount"),
-    ("add", ("k", 1.0), "amount"),
-    ("add", ("k", 2**63), "amount"),
-    ("compare_set", (1, "", ""), "key"),
-    ("compare_set", ("k", 1, ""), "expected"),
-    ("compare_set", ("k", "", 1), "desired"),
-    ("append", (1, "v"), "key"),
-    ("append", ("k", 1), "value"),
-    ("check", ("text",), "keys"),
-    ("check", (b"text",), "keys"),
-    ("check", ({"a": 1},), "keys"),
-    ("check", (1,), "keys"),
-    ("check", (["a", 1],), "keys[1]"),
-    ("wait", ("text",), "keys"),
-    ("wait", (["a"], "1"), "timeout"),
-    ("wait", (["a"], float("nan")), "timeout"),
-    ("wait", (["a"], float("inf")), "timeout"),
-    ("delete_key", (1,), "key"),
-    ("multi_get", ("text",), "keys"),
-    ("multi_set", ("text", []), "keys"),
-    ("multi_set", (["a"], "b"), "values"),
-    ("multi_set", (["a"], [1]), "values[0]"),
-    ("queue_push", (1, "v"), "key"),
-    ("queue_push", ("k", 1), "value"),
-    ("queue_pop", (1,), "key"),
-    ("queue_len", (1,), "key"),
-    ("barrier", (1, 1), "key"),
-    ("barrier", ("k", "1"), "world_size"),
-    ("barrier", ("k", 1, "1"), "timeout"),
-    ("set_timeout", ("1",), "timeout"),
-    ("set_timeout", (None,), "timeout"),
-    ("set_timeout", (float("nan"),), "timeout"),
-]
-
-
-@pytest.mark.parametrize(("method", "arguments", "named"), BAD)
-def test_invalid_arguments(store: Store, method: str, arguments: tuple[Any, ...], named: str) -> None:
+@pytest.mark.parametrize(("named", "call", "wrong"), WRONG)
+def test_invalid_arguments(store: Store, named: str, call: Call, wrong: list[Any]) -> None:
     keys = store.num_keys()
-    with pytest.raises((TypeError, ValueError)) as caught:
-        getattr(store, method)(*arguments)
-    assert str(caught.value).startswith(f"{named} ")
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(store, value)
+        names(caught.value, named)
     assert store.num_keys() == keys
 
 

@@ -342,15 +342,6 @@ def test_a_stores_own_address_is_published(port: int, dials: str, wide_world: Wo
     assert rank("read", *published) == f"{wide_world.mode}{master.program.pid}"
 
 
-def test_the_masters_address_is_published(wide_world: World) -> None:
-    """By a launcher, as MASTER_ADDR and MASTER_PORT, before there is a store."""
-    host, port = wide_world.hosts[1].address, 29_841
-    rank, master = wide_world.engine(0), wide_world.engine(1)
-    rank.begin("read", host, port)
-    master("own", host, port)
-    assert rank.end() == f"{wide_world.mode}{master.program.pid}"
-
-
 def test_a_process_group_is_reconfigured(world: World) -> None:
     if not hasattr(torch.distributed.ProcessGroup, "_reconfigure"):
         pytest.skip("PyTorch has _reconfigure from 2.14 on")

@@ -54,29 +54,25 @@ def test_other_users_are_refused(owner: TCPStore) -> None:
         own.ping()
 
 
-def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, owner: TCPStore) -> None:
+async def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, owner: TCPStore) -> None:
     """The kernel delivers an order without the socket if the process has as many files as it may have."""
-
-    async def main() -> None:
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        name = owner._connection().name
-        url = find_server(f"tcp://127.0.0.1:{server.port}")
-        assert name is not None
-        assert url is not None
-        order = json.dumps([*url, name.name, name.incarnation, "", {}]).encode()
-        with mine, its, listen("127.0.0.1", 0) as listener:
-            forwarding = asyncio.ensure_future(serve(its, None))
-            mine.send(order)
-            fds = array.array("i", [listener.fileno()])
-            mine.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            with await asyncio.to_thread(RawPeer, listener.getsockname()[1]) as peer:
-                await asyncio.to_thread(peer.ping)
-                peer.socket.shutdown(socket.SHUT_WR)
-                assert await asyncio.to_thread(peer.closed)  # then the port is given up: nothing is left for the loop
-            mine.close()
-            await forwarding
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    name = owner._connection().name
+    url = find_server(f"tcp://127.0.0.1:{server.port}")
+    assert name is not None
+    assert url is not None
+    order = json.dumps([*url, name.name, name.incarnation, "", {}]).encode()
+    with mine, its, listen("127.0.0.1", 0) as listener:
+        forwarding = asyncio.ensure_future(serve(its, None))
+        mine.send(order)
+        fds = array.array("i", [listener.fileno()])
+        mine.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        with await asyncio.to_thread(RawPeer, listener.getsockname()[1]) as peer:
+            await asyncio.to_thread(peer.ping)
+            peer.socket.shutdown(socket.SHUT_WR)
+            assert await asyncio.to_thread(peer.closed)  # then the port is given up: nothing is left for the loop
+        mine.close()
+        await forwarding
 
 
 _WITHOUT_SOCK_DIAG = """

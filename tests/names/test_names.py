@@ -107,18 +107,15 @@ def test_nothing_of_one_store_is_visible_in_another(url: str, port: int, name: s
             assert (clone.host, clone.port, clone.get(name)) == (name, 1, b"1")
 
 
-def test_the_asyncio_client(url: str, name: str) -> None:
-    async def main() -> None:
-        waiting = asyncio.ensure_future(AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url))
-        with await asyncio.to_thread(TCPStore, name, 1, None, True, LIMIT, server=url) as owner:
-            async with await waiting as store, await store.clone() as clone:
-                await store.set("k", "v")
-                assert await asyncio.to_thread(owner.get, "k") == b"v"
-                fetched = asyncio.ensure_future(clone.get("later"))
-                await store.set("later", "1")  # on a connection beside the one that waits
-                assert await fetched == b"1"
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+async def test_the_asyncio_client(url: str, name: str) -> None:
+    waiting = asyncio.ensure_future(AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url))
+    with await asyncio.to_thread(TCPStore, name, 1, None, True, LIMIT, server=url) as owner:
+        async with await waiting as store, await store.clone() as clone:
+            await store.set("k", "v")
+            assert await asyncio.to_thread(owner.get, "k") == b"v"
+            fetched = asyncio.ensure_future(clone.get("later"))
+            await store.set("later", "1")  # on a connection beside the one that waits
+            assert await fetched == b"1"
 
 
 def test_a_second_owner_learns_of_the_first(url: str, name: str) -> None:
@@ -229,25 +226,23 @@ def test_a_killed_owner_ends_its_store(url: str, name: str, owner: subprocess.Po
     late.close()
 
 
-def test_the_asyncio_client_says_why_its_store_has_ended(url: str, name: str, owner: subprocess.Popen[str]) -> None:
+async def test_the_asyncio_client_says_why_its_store_has_ended(
+    url: str, name: str, owner: subprocess.Popen[str]
+) -> None:
     """To the calls that wait then, to those on its other connections, and to later ones."""
-
-    async def main() -> None:
-        async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
-            await store.set("k", "v")
-            waiting = [asyncio.ensure_future(store.get(key)) for key in ("never", "nor this")]
-            assert await store.get("k") == b"v"
-            owner.kill()
-            for call in waiting:
-                with pytest.raises(DistNetworkError, match=f"the store '{name.lower()}:1' ended: its owner .* left"):
-                    await call
-            with pytest.raises(DistNetworkError, match="ended: its owner"):
-                await store.get("k")
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
+        await store.set("k", "v")
+        waiting = [asyncio.ensure_future(store.get(key)) for key in ("never", "nor this")]
+        assert await store.get("k") == b"v"
+        owner.kill()
+        for call in waiting:
+            with pytest.raises(DistNetworkError, match=f"the store '{name.lower()}:1' ended: its owner .* left"):
+                await call
+        with pytest.raises(DistNetworkError, match="ended: its owner"):
+            await store.get("k")
 
 
-def test_a_further_connection_finds_that_the_store_has_ended(
+async def test_a_further_connection_finds_that_the_store_has_ended(
     url: str, name: str, owner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the others have noticed: a call that needs it does not say that it has timed out."""
@@ -255,16 +250,13 @@ def test_a_further_connection_finds_that_the_store_has_ended(
     async def ended(*_: object, **__: object) -> object:
         raise StoreEndedError("it has ended")
 
-    async def main() -> None:
-        async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
-            waiting = asyncio.ensure_future(store.get("never"))
-            await asyncio.sleep(0)
-            monkeypatch.setattr(aio, "connect", ended)
-            with pytest.raises(DistNetworkError, match="it has ended"):
-                await store.get("nor this")
-            waiting.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
+        waiting = asyncio.ensure_future(store.get("never"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(aio, "connect", ended)
+        with pytest.raises(DistNetworkError, match="it has ended"):
+            await store.get("nor this")
+        waiting.cancel()
 
 
 def test_an_owner_that_exits_gives_time(url: str, name: str, owner: subprocess.Popen[str]) -> None:
@@ -296,12 +288,13 @@ def test_ranks_behind_a_relay(port: int, name: str) -> None:
             assert not owner.check(["k"])
 
 
-def test_a_store_survives_a_broken_connection_of_its_owner(linking_port: int, name: str) -> None:
+@pytest.mark.parametrize("called", [True, False], ids=["", "that has called nothing"])
+def test_a_store_survives_a_broken_connection_of_its_owner(linking_port: int, name: str, called: bool) -> None:
     port = linking_port
     with resetter(port) as proxy:
         owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
         with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
-            owner.set("k", "v")
+            (owner if called else rank).set("k", "v")
             assert rank.get("k") == b"v"
             proxy.reset()
             assert rank.add("n", 1) == 1
@@ -333,18 +326,6 @@ def suspended(server: Server) -> int:
     """How many clients of a server have lost their connections, and may come back."""
     facts = [json.loads(line) for line in ask(Path(json.loads(server.ready)["admin"]), ["stats"], LIMIT)]
     return sum(fact["stats"]["links"]["suspended"] for fact in facts if "stats" in fact)
-
-
-def test_a_store_survives_although_its_owner_has_called_nothing(linking_port: int, name: str) -> None:
-    port = linking_port
-    with resetter(port) as proxy:
-        owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
-        with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
-            rank.set("k", "v")
-            proxy.reset()
-            assert owner.get("k") == b"v"
-            assert rank.get("k") == b"v"
-        owner.close()
 
 
 def test_port_0_is_a_free_name(url: str) -> None:
@@ -465,24 +446,19 @@ def test_any_address_of_the_master(wildcard: str, url: str) -> None:
                 assert clone.get("k") == b"v"
 
 
-def test_ranks_wait_for_any_address_of_the_master(url: str) -> None:
-    async def main() -> None:
-        hosts = [socket.gethostname(), *global_addresses()]
-        waiting = [
-            asyncio.ensure_future(AsyncTCPStore.connect(host, 4712, timeout=LIMIT, server=url)) for host in hosts
-        ]
-        threads = [opened(lambda host=host: TCPStore(host, 4712, timeout=LIMIT, server=url)) for host in hosts]  # type: ignore[misc]
-        with await asyncio.to_thread(TCPStore, "0.0.0.0", 4712, None, True, LIMIT, server=url) as owner:
-            await asyncio.to_thread(owner.set, "k", "v")
-            for thread, found in threads:
-                await asyncio.to_thread(thread.join)
-                assert found[0].get("k") == b"v"
-                found[0].close()
-            for store in waiting:
-                async with await store as rank:
-                    assert await rank.get("k") == b"v"
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+async def test_ranks_wait_for_any_address_of_the_master(url: str) -> None:
+    hosts = [socket.gethostname(), *global_addresses()]
+    waiting = [asyncio.ensure_future(AsyncTCPStore.connect(host, 4712, timeout=LIMIT, server=url)) for host in hosts]
+    threads = [opened(lambda host=host: TCPStore(host, 4712, timeout=LIMIT, server=url)) for host in hosts]  # type: ignore[misc]
+    with await asyncio.to_thread(TCPStore, "0.0.0.0", 4712, None, True, LIMIT, server=url) as owner:
+        await asyncio.to_thread(owner.set, "k", "v")
+        for thread, found in threads:
+            await asyncio.to_thread(thread.join)
+            assert found[0].get("k") == b"v"
+            found[0].close()
+        for store in waiting:
+            async with await store as rank:
+                assert await rank.get("k") == b"v"
 
 
 def test_who_waits_in_vain_is_told_which_stores_there_are(url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from conformance.frames import auth, set_, wait
+from contract.store_kinds import either_client
 from server.test_auth import KEY_LINE, KEYS, identity_of
 from support import LIMIT, RawPeer, secret_file, tcpstore, tcpstore_relay, tcpstore_server, until
-from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
+from tcpstore_async import AccessDeniedError, TCPStore
 from tls.certificates import certificates
 
 FOR_EVER = ("--link-grace", "100000")
@@ -62,24 +62,13 @@ def test_clients_behind_a_relay_whose_token_is_revoked_are_told_so(tried: str, t
         revoked.write_text(f"{identity_of(token)}\n")
         server.process.send_signal(signal.SIGHUP)
         until(lambda: "is revoked; closing" in relay.log())
-        if tried == "sync":
-            with (
-                TCPStore("127.0.0.1", relay.port, timeout=LIMIT) as late,
-                pytest.raises(AccessDeniedError, match=reason),
-            ):
-                late.get("k")
-        elif tried == "async":
-
-            async def main() -> None:
-                async with await AsyncTCPStore.connect("127.0.0.1", relay.port, timeout=LIMIT) as late:
-                    with pytest.raises(AccessDeniedError, match=reason):
-                        await late.get("k")
-
-            asyncio.run(main())
-        else:
+        if tried == "command":
             done = tcpstore("get", "k", "--url", f"tcp://127.0.0.1:{relay.port}")
             assert done.returncode == 5, done.stderr
             assert re.search(reason, done.stderr.decode())
+        else:
+            with either_client(tried) as connect, pytest.raises(AccessDeniedError, match=reason):
+                connect(relay.port).get("k")
         mine.write_text(KEYS.create())  # it is read for each attempt
         with RawPeer(relay.port) as rank:
             rank.ping()

@@ -12,14 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.frames import lease_later, popped, push
-from faults.fault_helpers import get, gone, until
+from conformance.frames import add, lease_later, popped, push
+from faults.fault_helpers import Watch, get, gone, until
+from faults.fault_helpers import number as number_of
 from support import RawPeer, Server, blob, free_port, refused, tcpstore_relay, tcpstore_server, u64
-
-
-def add(peer: RawPeer, key: bytes, amount: int) -> int:
-    number: int = struct.unpack("<q", peer.ask(b"\x04" + blob(key) + u64(amount), 8))[0]
-    return number
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +30,16 @@ def relay(server: Server) -> Iterator[Server]:
         yield relay
 
 
-def connections(pid: int) -> int:
-    """How many sockets a process has."""
-    return sum(os.readlink(path).startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
-
-
 @pytest.mark.needs_proc
 def test_many_ranks_share_one_connection(server: Server, relay: Server) -> None:
     with RawPeer(relay.port) as first:
         first.ping()
-        before = connections(server.process.pid)
+        watch = Watch(server.process.pid)
+        before = watch.files()
         ranks = [RawPeer(relay.port) for _ in range(50)]
         for number, rank in enumerate(ranks):
             rank.ping(number + 1)
-        assert connections(server.process.pid) == before
+        assert watch.files() == before
         for rank in ranks:
             rank.send(b"\x04" + blob(b"/many") + u64(1))
         assert sorted(struct.unpack("<q", rank.read(8))[0] for rank in ranks) == list(range(1, 51))
@@ -105,18 +97,12 @@ def test_a_rank_that_does_not_read_delays_nobody(relay: Server) -> None:
         rank.send((b"\x03" + blob(b"/mebibyte")) * 100 + b"\x0d" + b"\x09\0\0\0")
         for number in range(200):
             other.ping(number + 1)
-            assert add(other, b"/beside", 1) == number + 1
-        assert memory(relay.process.pid) < 120 << 20
+            assert number_of(other, add(b"/beside", 1)) == number + 1
+        assert Watch(relay.process.pid).memory() < 120 << 20
         for _ in range(100):
             assert rank.read(8) == u64(1 << 20)
             assert rank.read(1 << 20) == b"z" * (1 << 20)
         assert rank.read(4) == b"\x09\0\0\0"
-
-
-def memory(pid: int) -> int:
-    """Resident bytes."""
-    [text] = [text for text in Path(f"/proc/{pid}/status").read_text().splitlines() if text.startswith("VmRSS")]
-    return int(text.split()[1]) * 1024
 
 
 def test_a_rank_that_sends_without_end_delays_nobody(relay: Server) -> None:

@@ -45,25 +45,16 @@ def test_a_wait_goes_on_after_the_link_broke(server: Server) -> None:
         assert queued.read(8 + 8 + 4) == popped(1, b"item")
 
 
-def test_ranks_are_closed_when_the_server_starts_anew() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_are_closed_when_the_server_ends_and_starts_anew(number: signal.Signals) -> None:
     port = free_port()
     with tcpstore_server("--port", str(port)) as server, tcpstore_relay(port) as relay, RawPeer(relay.port) as rank:
         rank.ping()
-        server.process.kill()
-        server.process.wait()
-        with tcpstore_server("--port", str(port)):
+        server.stop(number)
+        if number == signal.SIGINT:  # then it has said so
             assert rank.closed()
-            with RawPeer(relay.port) as another:
-                another.ping()
-
-
-def test_ranks_are_closed_when_the_server_stops() -> None:
-    port = free_port()
-    with tcpstore_server("--port", str(port)) as server, tcpstore_relay(port) as relay, RawPeer(relay.port) as rank:
-        rank.ping()
-        server.stop(signal.SIGINT)
-        assert rank.closed()
-        with RawPeer(relay.port) as another, tcpstore_server("--port", str(port)):
+        with tcpstore_server("--port", str(port)), RawPeer(relay.port) as another:
+            assert rank.closed()
             another.ping()
 
 

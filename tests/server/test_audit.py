@@ -109,15 +109,12 @@ def test_lines_beyond_the_limit_are_counted_exactly(keys: str) -> None:
         assert counts
 
 
-def test_the_audit_log_is_a_logger_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_audit_log_is_a_logger_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """And a program that runs a server may send it elsewhere."""
+    async with serve(limits=Limits(audit_lines=7), require_auth="all") as server:
+        assert server.audit._most == 7
+        await asyncio.to_thread(refused, server.port)
 
-    async def main() -> None:
-        async with serve(limits=Limits(audit_lines=7), require_auth="all") as server:
-            assert server.audit._most == 7
-            await asyncio.to_thread(refused, server.port)
-
-    asyncio.run(main())
     (record,) = [record for record in caplog.records if "not allowed" in record.getMessage()]
     assert (record.name, record.levelno) == ("tcpstore_async.audit", logging.WARNING)
 

@@ -21,6 +21,7 @@ import pytest
 from client.fakes import PROBE, proxy_to
 from client.test_resumed import resetter
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, ping, set_
+from contract.store_kinds import Connect, either_client
 from support import (
     LIMIT,
     RawPeer,
@@ -42,7 +43,7 @@ from tcpstore_async.base.errors import ConnectionDeniedError
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.wire.commands import SERVER_KEY
-from tls.test_clients import Resumed, resumed_by_async, resumed_by_sync
+from tls.test_clients import check_resets
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
@@ -94,6 +95,12 @@ def server(options: list[str]) -> Iterator[Server]:
         yield found
 
 
+@pytest.fixture(params=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    with either_client(request.param) as connect:
+        yield connect
+
+
 def lines(server: Server, text: str) -> list[str]:
     """Wait for lines of the log with this text, and return them."""
     found: list[str] = []
@@ -137,26 +144,16 @@ def test_a_token_for_a_store_opens_no_other(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "none"])
-def test_both_clients_say_why(server: Server, kind: str) -> None:
+def test_both_clients_say_why(server: Server, connect: Connect, kind: str) -> None:
     token, reason = REFUSED.get(kind, ("", "the server requires a token: set TCPSTORE_TOKEN_FILE"))
-
-    def connect() -> None:
-        with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
-            store.set("k", "v")
-
-    async def connect_async() -> None:
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
-            await store.set("k", "v")
-
-    for connecting in (connect, lambda: asyncio.run(connect_async())):
-        with pytest.raises(AccessDeniedError) as raised:
-            connecting()
-        assert reason in str(raised.value)
-        if token:
-            assert "the server refused the token: " in str(raised.value)
-            for text in (str(raised.value), server.log()):
-                assert token not in text
-                assert token.split(".")[-1] not in text
+    with pytest.raises(AccessDeniedError) as raised:
+        connect(server.port, token=token).set("k", "v")
+    assert reason in str(raised.value)
+    if token:
+        assert "the server refused the token: " in str(raised.value)
+        for text in (str(raised.value), server.log()):
+            assert token not in text
+            assert token.split(".")[-1] not in text
     assert num_keys(server) == 0
 
 
@@ -290,40 +287,35 @@ def test_a_store_stays_usable_after_a_refusal(server: Server) -> None:
     assert "not allowed" not in server.log(), "nothing was sent"
 
 
-def test_an_async_store_stays_usable_after_a_refusal(server: Server) -> None:
+async def test_an_async_store_stays_usable_after_a_refusal(server: Server) -> None:
     token = KEYS.create(rights="read")
 
-    async def run() -> None:
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
-            refused: list[Callable[[], Any]] = [
-                lambda: store.set("k", "v"),
-                lambda: store.add("k", 1),
-                lambda: store.append("k", "x"),
-                lambda: store.multi_set(["k"], ["1"]),
-                lambda: store.compare_set("k", "", "x"),
-                lambda: store.delete_key("k"),
-                lambda: store.queue_push("k", "x"),
-                lambda: store.queue_pop("k"),
-                lambda: store.queue_pop("k", block=False),
-                lambda: store.barrier("k", 1),
-            ]
-            for call in refused:
-                with pytest.raises(DistStoreError, match=r"not allowed: .* requires write access"):
-                    await call()
-                assert await store.num_keys() == 0
-            assert await store.list_keys() == []
-            waiting = asyncio.create_task(store.get("k"))
-            blocked = [asyncio.create_task(store.wait(["k"])) for _ in range(3)]
-            async with await AsyncTCPStore.connect(
-                "127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create()
-            ) as writer:
-                await writer.set("k", "v")
-                assert await waiting == b"v"
-                await asyncio.gather(*blocked)
-            async with await store.clone() as clone:
-                assert await clone.get("k") == b"v"
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT))
+    async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+        refused: list[Callable[[], Any]] = [
+            lambda: store.set("k", "v"),
+            lambda: store.add("k", 1),
+            lambda: store.append("k", "x"),
+            lambda: store.multi_set(["k"], ["1"]),
+            lambda: store.compare_set("k", "", "x"),
+            lambda: store.delete_key("k"),
+            lambda: store.queue_push("k", "x"),
+            lambda: store.queue_pop("k"),
+            lambda: store.queue_pop("k", block=False),
+            lambda: store.barrier("k", 1),
+        ]
+        for call in refused:
+            with pytest.raises(DistStoreError, match=r"not allowed: .* requires write access"):
+                await call()
+            assert await store.num_keys() == 0
+        assert await store.list_keys() == []
+        waiting = asyncio.create_task(store.get("k"))
+        blocked = [asyncio.create_task(store.wait(["k"])) for _ in range(3)]
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create()) as writer:
+            await writer.set("k", "v")
+            assert await waiting == b"v"
+            await asyncio.gather(*blocked)
+        async with await store.clone() as clone:
+            assert await clone.get("k") == b"v"
 
 
 def test_no_token_is_sent_to_a_server_that_checks_none() -> None:
@@ -340,10 +332,9 @@ def test_no_token_is_sent_to_a_server_that_checks_none() -> None:
         TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token)
 
 
-@pytest.mark.parametrize("count", [resumed_by_sync, resumed_by_async])
-def test_a_store_with_a_token_survives_resets(server: Server, count: Resumed) -> None:
+def test_a_store_with_a_token_survives_resets(server: Server, connect: Connect) -> None:
     with resetter(server.port) as proxy:
-        assert count(proxy.port, proxy.reset, KEYS.create(prefix="counter", max_sessions=1)) == 20
+        check_resets(connect(proxy.port, token=KEYS.create(prefix="counter", max_sessions=1)), proxy)
 
 
 @pytest.mark.unmeasured
@@ -622,60 +613,34 @@ def test_limits_of_a_token_close_with_one_line(server: Server) -> None:
     assert i64(2) == u64(2)
 
 
-@pytest.mark.parametrize("tried", ["sync", "async"])
-def test_a_client_whose_connection_is_closed_is_told_why(tried: str, options: list[str], tmp_path: Path) -> None:
+def test_a_client_whose_connection_is_closed_is_told_why(connect: Connect, options: list[str], tmp_path: Path) -> None:
     """The reason comes with the next connection: a limit of the token was exceeded, or the token is no longer valid."""
     limited, revoked = KEYS.create(max_bytes=100), KEYS.create()
     file = tmp_path / "revoked"
     file.touch()
     options = [*options[:2], "--revoked-tokens", str(file), "--require-auth=all"]
+    said = []
     with tcpstore_server(*options) as server:
-
-        def revoke() -> None:
-            file.write_text(f"{identity_of(revoked)}\n")
-            server.process.send_signal(signal.SIGHUP)
-            lines(server, f"token {identity_of(revoked)} is revoked")
-
-        said = []
-        if tried == "sync":
-            for token in (limited, revoked):
-                with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
-                    store.check(["k"])
-                    if token is revoked:
-                        revoke()
-                    for _ in range(2):  # later calls say so, too
-                        with pytest.raises(ConnectionDeniedError) as told:
-                            store.set("k", bytes(1000))
-                            store.get("k")
-                        said.append(str(told.value))
-        else:
-
-            async def main() -> None:
-                for token in (limited, revoked):
-                    async with await AsyncTCPStore.connect(
-                        "127.0.0.1", server.port, timeout=LIMIT, token=token
-                    ) as store:
-                        await store.check(["k"])
-                        if token is revoked:
-                            revoke()
-                        for _ in range(2):
-                            with pytest.raises(ConnectionDeniedError) as told:
-                                await store.set("k", bytes(1000))
-                                await store.get("k")
-                            said.append(str(told.value))
-
-            asyncio.run(main())
+        for token in (limited, revoked):
+            store = connect(server.port, token=token)
+            store.check(["k"])
+            if token is revoked:
+                file.write_text(f"{identity_of(revoked)}\n")
+                server.process.send_signal(signal.SIGHUP)
+                lines(server, f"token {identity_of(revoked)} is revoked")
+            for _ in range(2):  # later calls say so, too
+                with pytest.raises(ConnectionDeniedError) as told:
+                    store.set("k", bytes(1000))
+                    store.get("k")
+                said.append(str(told.value))
         limit, again, gone, for_good = said
         for text in (limit, again):
             assert re.match(r"not allowed: SET would add [\d,]+ bytes; 0 of the 100 allowed for token", text)
         for text in (gone, for_good):
             assert text.startswith(f"the server refused the token: token {identity_of(revoked)} is revoked: ")
-        if tried == "sync":
-            for token, status in ((KEYS.create(), 0), (limited, 5)):
-                done = tcpstore(
-                    "set", f"k{status}", "v" * 1000, "--url", f"tcp://127.0.0.1:{server.port}", TCPSTORE_TOKEN=token
-                )
-                assert done.returncode == status, done.stderr
+        for token, status in ((KEYS.create(), 0), (limited, 5)):
+            done = tcpstore("set", f"k{status}", "v" * 1000, port=server.port, TCPSTORE_TOKEN=token)
+            assert done.returncode == status, done.stderr
 
 
 def test_another_process_with_the_same_token_is_not_told(server: Server) -> None:

@@ -134,42 +134,6 @@ def test_rank_0s_next_call_says_of_what_its_server_died(
 
 FEW_FILES = ("prlimit", "--nofile=150:150")
 
-REFUSED = """
-import logging, socket, sys, threading
-from tcpstore_async.server.master import host
-
-class Handler(logging.Handler):
-    def emit(self, record):
-        sys.stdout.write(f"{record.levelname} {record.getMessage()}\\n")
-        heard.set()
-
-heard = threading.Event()
-logging.getLogger("tcpstore_async.server").addHandler(Handler(logging.WARNING))
-hosted = host(0)
-peers = []
-for _ in range(hosted._counted.server.max_connections + 1):
-    peer = socket.create_connection(("127.0.0.1", hosted.port), 60)
-    peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
-    peers.append(peer)
-    try:
-        answer = peer.recv(4)
-    except ConnectionError:
-        answer = b""
-    if not answer:
-        break
-heard.wait(60)
-print(len(peers) - hosted._counted.server.max_connections)
-hosted.release()
-"""
-
-
-def test_a_rejected_rank_is_logged_by_rank_0() -> None:
-    one_too_many, line = sorted(run_python(REFUSED, prefix=FEW_FILES).splitlines())
-    assert one_too_many == "1"
-    assert line.startswith("WARNING rejected ")
-    assert ": connection limit " in line
-
-
 ADOPTED = """
 import ctypes, logging, os, signal, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as the first process of a container is
@@ -240,8 +204,9 @@ def test_with_the_limit_that_it_names_the_world_fits() -> None:
 
 
 ANNOUNCES = """
-import sys
+import logging, sys
 from tcpstore_async.server.master import host
+logging.basicConfig(stream=sys.stdout)
 hosted = host(0)
 try:
     hosted.announce(int(sys.argv[1]))

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -335,47 +336,41 @@ def test_a_socket_with_another_port() -> None:
     assert not is_open(fd)
 
 
-@pytest.mark.parametrize("fd", [9999, -1])
-def test_a_descriptor_that_is_none(fd: int) -> None:
-    with pytest.raises(DistNetworkError) as caught:
-        host(0, listen_fd=fd)
-    assert str(caught.value) == (
-        f"Failed to open existing socket. socket: {fd}, code: -9, name: EBADF, message: bad file descriptor"
-    )
+OPEN = "Failed to open existing socket. socket: {}, code: "
 
 
-def test_a_descriptor_that_is_no_socket() -> None:
-    fd = os.open(os.devnull, os.O_RDWR)
-    with pytest.raises(DistNetworkError) as caught:
-        host(0, listen_fd=fd)
-    assert str(caught.value) == (
-        f"Failed to open existing socket. socket: {fd}, code: -88, name: ENOTSOCK, "
-        "message: socket operation on non-socket"
-    )
-    assert is_open(fd), "it is not ours"
-    os.close(fd)
+def no_socket() -> int:
+    return os.open(os.devnull, os.O_RDWR)
 
 
-def test_a_socket_that_is_connected() -> None:
+def a_connection() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        fd = socket.create_connection(listener.getsockname()).detach()
-        with pytest.raises(DistNetworkError) as caught:
-            host(0, listen_fd=fd)
-    assert str(caught.value) == (
-        f"The server socket has failed to listen on provided socket. socket: {fd}, code: -22, name: EINVAL, "
-        "message: invalid argument"
-    )
-    assert not is_open(fd)
+        return socket.create_connection(listener.getsockname()).detach()
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
+    ("make", "text"),
+    [
+        (lambda: 9999, OPEN + "-9, name: EBADF, message: bad file descriptor"),
+        (lambda: -1, OPEN + "-9, name: EBADF, message: bad file descriptor"),
+        (no_socket, OPEN + "-88, name: ENOTSOCK, message: socket operation on non-socket"),
+        (lambda: socket.socket(socket.AF_UNIX).detach(), OPEN + "-9"),
+        (lambda: socket.socket(type=socket.SOCK_DGRAM).detach(), OPEN + "-9"),
+        (
+            a_connection,
+            "The server socket has failed to listen on provided socket. socket: {}, code: -22, name: EINVAL, "
+            "message: invalid argument",
+        ),
+    ],
 )
-def test_a_socket_of_another_kind(family: int, kind: int) -> None:
-    fd = socket.socket(family, kind).detach()
-    with pytest.raises(DistNetworkError, match=f"^Failed to open existing socket. socket: {fd}, code: -9[25], "):
+def test_what_cannot_be_listened_on(make: Callable[[], int], text: str) -> None:
+    fd = make()
+    with pytest.raises(DistNetworkError) as caught:
         host(0, listen_fd=fd)
-    assert not is_open(fd)
+    assert str(caught.value).startswith(text.format(fd))
+    assert is_open(fd) == (make is no_socket), "that is not ours"
+    if is_open(fd):
+        os.close(fd)
 
 
 def test_a_socket_in_place_of_a_standard_stream() -> None:

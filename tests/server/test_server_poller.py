@@ -1,5 +1,7 @@
 """Both pollers, on their own."""
 
+from __future__ import annotations
+
 import asyncio
 import select
 import socket
@@ -9,12 +11,9 @@ from typing import Any
 
 import pytest
 
+from server.loops import on_each_loop
 from support import LIMIT
 from tcpstore_async.server.poller import READ, WRITE, LoopPoller, Poller, WatchWith, make_poller
-
-uvloop = pytest.importorskip("uvloop")
-
-Scenario = Callable[["Scene"], Coroutine[Any, Any, None]]
 
 
 class Scene:
@@ -55,129 +54,103 @@ class Scene:
         self.far.close()
 
 
-@pytest.fixture(params=["uvloop", "asyncio"])
-def play(request: pytest.FixtureRequest, way: WatchWith) -> Callable[[Scenario], None]:
-    def play(scenario: Scenario) -> None:
-        async def main() -> None:
-            scene = Scene(way)
-            try:
-                await scenario(scene)
-            finally:
-                scene.close()
+def played(scenario: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a scenario: with each poller, on each loop."""
 
-        (uvloop.run if request.param == "uvloop" else asyncio.run)(main())
+    async def main(way: WatchWith) -> None:
+        scene = Scene(way)
+        try:
+            await scenario(scene)
+        finally:
+            scene.close()
 
-    return play
-
-
-@pytest.fixture(params=[make_poller, LoopPoller], ids=["the best", "loop readers"])
-def way(request: pytest.FixtureRequest) -> WatchWith:
-    chosen: WatchWith = request.param
-    return chosen
+    ways = pytest.mark.parametrize("way", [make_poller, LoopPoller], ids=["the best", "loop readers"])
+    found: Callable[..., None] = ways(on_each_loop(main))
+    return found
 
 
-Play = Callable[[Scenario], None]
+@played
+async def test_what_arrives_is_reported(scene: Scene) -> None:
+    scene.poller.watch(scene.fd)
+    assert await scene.quiet()
+    scene.far.send(b"x")
+    assert await scene.next() & READ
+    scene.near.recv(10)
+    assert await scene.quiet()
+    scene.far.send(b"y")
+    assert await scene.next() & READ
 
 
-def test_what_arrives_is_reported(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        assert await scene.quiet()
-        scene.far.send(b"x")
-        assert await scene.next() & READ
-        scene.near.recv(10)
-        assert await scene.quiet()
-        scene.far.send(b"y")
-        assert await scene.next() & READ
-
-    play(scenario)
+@played
+async def test_what_was_there_before_is_reported(scene: Scene) -> None:
+    scene.far.send(b"x")
+    scene.poller.watch(scene.fd)
+    assert await scene.next() & READ
 
 
-def test_what_was_there_before_is_reported(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.far.send(b"x")
-        scene.poller.watch(scene.fd)
-        assert await scene.next() & READ
-
-    play(scenario)
-
-
-def test_the_end_is_reported_as_readable(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        scene.far.close()
-        assert await scene.next() & READ
-        assert scene.near.recv(1) == b""
-
-    play(scenario)
+@played
+async def test_the_end_is_reported_as_readable(scene: Scene) -> None:
+    scene.poller.watch(scene.fd)
+    scene.far.close()
+    assert await scene.next() & READ
+    assert scene.near.recv(1) == b""
 
 
-def test_writing_is_reported_when_wanted(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        with suppress(BlockingIOError):
-            while True:
-                scene.near.send(bytes(65_536))
-        scene.poller.watch_writing(scene.fd, True)
-        assert await scene.quiet()
-        scene.far.setblocking(False)
-        with suppress(BlockingIOError):
-            while True:
-                scene.far.recv(65_536)
-        assert await scene.next() & WRITE
-        scene.poller.watch_writing(scene.fd, False)
-        assert await scene.quiet()
-
-    play(scenario)
+@played
+async def test_writing_is_reported_when_wanted(scene: Scene) -> None:
+    scene.poller.watch(scene.fd)
+    with suppress(BlockingIOError):
+        while True:
+            scene.near.send(bytes(65_536))
+    scene.poller.watch_writing(scene.fd, True)
+    assert await scene.quiet()
+    scene.far.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            scene.far.recv(65_536)
+    assert await scene.next() & WRITE
+    scene.poller.watch_writing(scene.fd, False)
+    assert await scene.quiet()
 
 
-def test_a_paused_descriptor_is_not_reported_or_may_be_ignored(play: Play) -> None:
+@played
+async def test_a_paused_descriptor_is_not_reported_or_may_be_ignored(scene: Scene) -> None:
     """After `resume` a level is reported again; an edge needs one read without an event."""
-
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        scene.poller.pause(scene.fd)
-        scene.far.send(b"x")
-        await scene.quiet()
-        scene.news.clear()
-        scene.poller.resume(scene.fd)
-        if isinstance(scene.poller, LoopPoller):
-            assert await scene.next() & READ
-        assert scene.near.recv(10) == b"x"
-        await scene.quiet()
-        scene.far.send(b"y")
+    scene.poller.watch(scene.fd)
+    scene.poller.pause(scene.fd)
+    scene.far.send(b"x")
+    await scene.quiet()
+    scene.news.clear()
+    scene.poller.resume(scene.fd)
+    if isinstance(scene.poller, LoopPoller):
         assert await scene.next() & READ
-
-    play(scenario)
-
-
-def test_what_is_forgotten_is_not_reported(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        scene.poller.watch_writing(scene.fd, True)
-        scene.poller.forget(scene.fd)
-        scene.near.close()
-        scene.far.close()
-        assert await scene.quiet()
-
-    play(scenario)
+    assert scene.near.recv(10) == b"x"
+    await scene.quiet()
+    scene.far.send(b"y")
+    assert await scene.next() & READ
 
 
-def test_nothing_is_reported_after_the_end(play: Play) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.poller.watch(scene.fd)
-        scene.poller.close()
-        scene.far.send(b"x")
-        assert await scene.quiet()
-        scene.poller = LoopPoller(asyncio.get_running_loop(), scene.report)
+@played
+async def test_what_is_forgotten_is_not_reported(scene: Scene) -> None:
+    scene.poller.watch(scene.fd)
+    scene.poller.watch_writing(scene.fd, True)
+    scene.poller.forget(scene.fd)
+    scene.near.close()
+    scene.far.close()
+    assert await scene.quiet()
 
-    play(scenario)
+
+@played
+async def test_nothing_is_reported_after_the_end(scene: Scene) -> None:
+    scene.poller.watch(scene.fd)
+    scene.poller.close()
+    scene.far.send(b"x")
+    assert await scene.quiet()
+    scene.poller = LoopPoller(asyncio.get_running_loop(), scene.report)
 
 
-def test_the_better_way_is_an_epoll_set_where_there_is_one() -> None:
-    async def main() -> None:
-        best = make_poller(asyncio.get_running_loop(), lambda news: None)
-        assert isinstance(best, LoopPoller) != hasattr(select, "epoll")
-        best.close()
-
-    asyncio.run(main())
+@on_each_loop
+async def test_the_better_way_is_an_epoll_set_where_there_is_one() -> None:
+    best = make_poller(asyncio.get_running_loop(), lambda news: None)
+    assert isinstance(best, LoopPoller) != hasattr(select, "epoll")
+    best.close()

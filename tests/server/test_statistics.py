@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
-import struct
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import RawPeer, blob, keys, tcpstore_server
+from support import RawPeer, blob, tcpstore_server
 from tcpstore_async.client.admin import ask
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.listen_socket import accept_queue
@@ -191,38 +189,6 @@ def test_a_server_that_ends_closes_its_monitors(sockets: Path) -> None:
     with tcpstore_server() as server, watching(sockets / f"{server.port}.sock") as peer:
         assert server.stop() == 0
         assert peer.recv(1) == b""
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_connections_are_looked_at_while_they_are_served(sockets: Path, backend: str) -> None:
-    """Every look is complete, also beside monitors that do not read, and every request is answered."""
-    with tcpstore_server("--backend", backend) as server, ExitStack() as stack:
-        path = sockets / f"{server.port}.sock"
-        peers = [stack.enter_context(RawPeer(server.port)) for _ in range(300)]
-        worker, waiting = peers[0], peers[1:]
-        worker.ping()
-        for number, peer in enumerate(waiting):
-            names = [b"/go"] if number < 100 else [b"/all/%d" % at for at in range(8)]
-            peer.send(b"\x06" + keys(*names) + b"\x0d" + b"abcd")
-            peer.read(4)
-        for _ in range(3):
-            stack.enter_context(watching(path))
-        for number in range(1, 31):
-            for _ in range(20):
-                worker.ask(b"\x04" + blob(b"/n") + struct.pack("<q", 1), 8)
-            about, *facts, end = [json.loads(line) for line in ask(path, ["stats", "waits", "largest"], 60.0)]
-            assert (about["server"]["connections"], end) == (300, {"end": True})
-            stats, waits, largest = facts
-            assert stats["stats"]["sessions"] == {"open": 300, "unvalidated": 0, "waiting": 299, "unsent_bytes": 0}
-            assert stats["stats"]["commands"]["ADD"] == 20 * number
-            counts = {one["key"]: one["waiting"] for one in waits["waits"]}
-            assert counts.pop("/go") == 100
-            assert sum(counts.values()) == 199
-            assert largest == {"largest": [["/n", len(str(20 * number))]]}
-        worker.send(b"\x01" + blob(b"/go") + blob(b""))
-        for peer in waiting[:100]:
-            assert peer.read(1) == b"\0"
-        assert look(path)["stats"]["sessions"]["waiting"] == 199
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not say")

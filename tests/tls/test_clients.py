@@ -16,10 +16,11 @@ from contextlib import ExitStack, suppress
 import pytest
 from click.testing import CliRunner
 
-from client.test_resumed import resetter
+from client.test_resumed import Resetter, resetter
 from conformance.frames import get, set_
+from contract.store_kinds import either_client
 from support import LIMIT, RawPeer, Server, free_port, in_child, tcpstore_relay, tcpstore_server, until
-from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore, rendezvous
+from tcpstore_async import AsyncTCPStore, DistNetworkError, Store, TCPStore, rendezvous
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.cli import main
 from tcpstore_async.client import background
@@ -137,39 +138,23 @@ def test_forks(server: Server, use_tls: Callable[..., None]) -> None:
         assert store.add("child", 1) == 2
 
 
-def resumed_by_sync(port: int, reset: Callable[[], object], token: str = "") -> int:
-    with TCPStore("127.0.0.1", port, timeout=LIMIT, token=token) as store:
-        assert not store.check(["counter"])
-        assert store.queue_len("counters") == 0
-        for number in range(1, 21):
-            assert store.add("counter", 1) == number
-            if number % 5 == 0:
-                reset()
-        return store.add("counter", 0)
+def check_resets(store: Store, proxy: Resetter) -> None:
+    """Count, while connections of the store are reset."""
+    assert not store.check(["counter"])
+    assert store.queue_len("counters") == 0
+    for number in range(1, 21):
+        assert store.add("counter", 1) == number
+        if number % 5 == 0:
+            proxy.reset()
+    assert store.add("counter", 0) == 20
+    assert proxy.resets >= 4
 
 
-def resumed_by_async(port: int, reset: Callable[[], object], token: str = "") -> int:
-    async def count() -> int:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT, token=token) as store:
-            assert await store.server() is not None
-            for number in range(1, 21):
-                assert await store.add("counter", 1) == number
-                if number % 5 == 0:
-                    reset()
-            return await store.add("counter", 0)
-
-    return asyncio.run(count())
-
-
-Resumed = Callable[..., int]
-
-
-@pytest.mark.parametrize("count", [resumed_by_sync, resumed_by_async])
-def test_a_session_survives_resets(server: Server, use_tls: Callable[..., None], count: Resumed) -> None:
+@pytest.mark.parametrize("which", ["sync", "async"])
+def test_a_session_survives_resets(server: Server, use_tls: Callable[..., None], which: str) -> None:
     use_tls()
-    with resetter(server.port) as proxy:
-        assert count(proxy.port, proxy.reset) == 20
-        assert proxy.resets >= 4
+    with resetter(server.port) as proxy, either_client(which) as connect:
+        check_resets(connect(proxy.port), proxy)
 
 
 def sync_error(port: int, host: str = "127.0.0.1", timeout: float = 30) -> str:
@@ -378,12 +363,9 @@ def test_the_command_line(server: Server) -> None:
     assert "certificate verify failed" in wrong.output
 
 
-def test_the_files_of_a_call_win(server: Server, use_tls: Callable[..., None]) -> None:
+async def test_the_files_of_a_call_win(server: Server, use_tls: Callable[..., None]) -> None:
     use_tls(TCPSTORE_CA=certificates().others.ca)
 
-    async def connect() -> None:
-        files = TlsFiles(certificates().ours.ca)
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, tls_files=files) as store:
-            await store.ping()
-
-    asyncio.run(connect())
+    files = TlsFiles(certificates().ours.ca)
+    async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, tls_files=files) as store:
+        await store.ping()

@@ -318,7 +318,7 @@ class Reported:
 
 
 @pytest.mark.interpreted("its poller is none that compiled code accepts")
-def test_what_arrives_while_reading_is_put_off_is_read() -> None:
+async def test_what_arrives_while_reading_is_put_off_is_read() -> None:
     """Its event is the last one, and there is plaintext left of what was read before."""
     pollers: list[Reported] = []
 
@@ -326,73 +326,68 @@ def test_what_arrives_while_reading_is_put_off_is_read() -> None:
         pollers.append(Reported(report))
         return cast(Poller, pollers[0])
 
-    async def main() -> None:
-        tls = ServerTls(TlsFiles("", *certificates().server))
-        server = UvServer(listen("127.0.0.1", 0), Limits(), watch_with, tls)
-        server.start()
-        loop = asyncio.get_running_loop()
-        pair = await loop.run_in_executor(None, socket.create_connection, ("127.0.0.1", server.port), LIMIT)
-        with pair as plain:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client = TlsStream(context(), "127.0.0.1")
-            [poller] = pollers
-            await eventually(lambda: bool(poller.fds))
-            plain.setblocking(False)
-            while not client.shake_hands():
-                plain.sendall(client.outgoing())
-                poller.ready()
-                client.feed(await loop.sock_recv(plain, 1 << 16))
+    tls = ServerTls(TlsFiles("", *certificates().server))
+    server = UvServer(listen("127.0.0.1", 0), Limits(), watch_with, tls)
+    server.start()
+    loop = asyncio.get_running_loop()
+    pair = await loop.run_in_executor(None, socket.create_connection, ("127.0.0.1", server.port), LIMIT)
+    with pair as plain:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = TlsStream(context(), "127.0.0.1")
+        [poller] = pollers
+        await eventually(lambda: bool(poller.fds))
+        plain.setblocking(False)
+        while not client.shake_hands():
             plain.sendall(client.outgoing())
             poller.ready()
-            [connection] = server.tls_connections.values()
-            await eventually(lambda: not connection.queued)
-            request = HANDSHAKE + b"\x01" + blob(b"/k") + blob(bytes(200_000))
-            client.write(request[:115_000])
-            plain.sendall(client.outgoing())
-            poller.ready()
-            await eventually(lambda: connection.queued and connection.drained)
-            client.write(request[115_000:])
-            plain.sendall(client.outgoing())
-            poller.ready()
-            assert connection.queued
-            await eventually(lambda: len(server.store.keyspace.values) == 1)
-        server.stop()
+            client.feed(await loop.sock_recv(plain, 1 << 16))
+        plain.sendall(client.outgoing())
+        poller.ready()
+        [connection] = server.tls_connections.values()
+        await eventually(lambda: not connection.queued)
+        request = HANDSHAKE + b"\x01" + blob(b"/k") + blob(bytes(200_000))
+        client.write(request[:115_000])
+        plain.sendall(client.outgoing())
+        poller.ready()
+        await eventually(lambda: connection.queued and connection.drained)
+        client.write(request[115_000:])
+        plain.sendall(client.outgoing())
+        poller.ready()
+        assert connection.queued
+        await eventually(lambda: len(server.store.keyspace.values) == 1)
+    server.stop()
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
 
-
-def test_handshakes_begin_one_by_one() -> None:
+async def test_handshakes_begin_one_by_one() -> None:
     """Peers that come together delay nobody, and have time to answer before too many others have begun."""
-    count = 40
-    hello = client_hello()
-
-    async def main() -> None:
-        tls = ServerTls(TlsFiles("", *certificates().server))
-        server = UvServer(listen("127.0.0.1", 0), Limits(), tls=tls)
-        server.start()
-        with ExitStack() as stack:
-            for _ in range(count):
-                stack.enter_context(RawPeer(server.port, validate=False)).send(hello)
-            plain = stack.enter_context(RawPeer(server.port))
-            plain.send(b"\x0d1234")
-            plain.socket.setblocking(False)
-            pong = b""
-            while not pong:
-                await one_more(tls)
-                with suppress(BlockingIOError):
-                    pong = plain.socket.recv(4)
-            assert pong == b"1234"
-            assert len(tls.handshakes) < count / 2
-            while len(tls.handshakes) < count:
-                await one_more(tls)
-        server.stop()
 
     async def one_more(tls: ServerTls) -> None:
         before = len(tls.handshakes)
         await asyncio.sleep(0)
         assert len(tls.handshakes) <= before + 1
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    count = 40
+    hello = client_hello()
+
+    tls = ServerTls(TlsFiles("", *certificates().server))
+    server = UvServer(listen("127.0.0.1", 0), Limits(), tls=tls)
+    server.start()
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(RawPeer(server.port, validate=False)).send(hello)
+        plain = stack.enter_context(RawPeer(server.port))
+        plain.send(b"\x0d1234")
+        plain.socket.setblocking(False)
+        pong = b""
+        while not pong:
+            await one_more(tls)
+            with suppress(BlockingIOError):
+                pong = plain.socket.recv(4)
+        assert pong == b"1234"
+        assert len(tls.handshakes) < count / 2
+        while len(tls.handshakes) < count:
+            await one_more(tls)
+    server.stop()
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
