@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from client.fakes import fake_server, freezable, silent
+from client.fakes import fake_server, silent
 from marks import ON_STOCK
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError
@@ -225,53 +225,6 @@ async def asyncio_timeout() -> AsyncIterator[None]:
 
 
 # Time
-
-
-async def test_every_method_on_a_frozen_server() -> None:
-    with freezable() as server:
-        for probed in (False, True):
-            async with store_at(server.port) as store:
-                if probed:
-                    with pytest.raises(StoreTimeoutError):
-                        await store.wait(["never"], 0)
-                await store.set("other", "v")
-                await store.check(["other"])
-                server.freeze()
-                await store.set("other", "w")
-                store.set_timeout(0.05)
-                for name, args in METHODS:
-                    for _ in range(2):
-                        with pytest.raises(StoreTimeoutError, match=r"timeout after 50ms"):
-                            await asyncio.wait_for(getattr(store, name)(*args), LIMIT)
-                for timeout in (0.05, 0):
-                    store.set_timeout(3600)
-                    with pytest.raises(
-                        StoreTimeoutError, match=rf"^wait timeout after {1000 * timeout:.0f}ms, keys: /k$"
-                    ):
-                        await asyncio.wait_for(store.wait(["k"], timeout), LIMIT)
-                server.thaw()
-                store.set_timeout(LIMIT)
-                assert await store.get("other") == b"w"
-                await store.set("other", "x")
-                assert await store.get("other") == b"x"
-
-
-METHODS: list[tuple[str, list[Any]]] = [
-    ("get", ["k"]),
-    ("add", ["k0", 1]),
-    ("compare_set", ["k0", "", ""]),
-    ("check", [["k"]]),
-    ("wait", [["k"]]),
-    ("delete_key", ["k0"]),
-    ("num_keys", []),
-    ("list_keys", []),
-    ("multi_get", [["k"]]),
-    ("queue_pop", ["k"]),
-    ("queue_pop", ["k", False]),
-    ("queue_len", ["k"]),
-    ("barrier", ["k1", 2]),
-    ("ping", []),
-]
 
 
 async def test_a_fence_is_waited_for_as_long_as_it_takes(key: str) -> None:

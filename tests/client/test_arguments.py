@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from client.fakes import proxy_to
+from contract.store_kinds import either_client
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.base.coercion import to_seconds
@@ -168,17 +169,6 @@ def test_signatures_are_pytorchs() -> None:
         )
 
 
-async def test_a_value_over_the_limit_ends_the_async_store(port: int) -> None:
-    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-        with pytest.raises(
-            DistNetworkError, match=r"the longest request sent was 8388\d+ bytes; .* by default 8388608 bytes"
-        ):
-            await store.set("k", bytes((8 << 20) + 1))
-            await store.add("n", 1)
-        with pytest.raises(DistNetworkError, match=r"value exceeds its limit"):
-            await store.add("n", 1)
-
-
 async def test_the_async_store_has_the_same_methods() -> None:
     missing = {"close", "set_timeout", "has_extended_api", "host", "port", "libuvBackend", "timeout"}
     for name, method in inspect.getmembers(TCPStore, inspect.isfunction):
@@ -191,9 +181,12 @@ async def test_the_async_store_has_the_same_methods() -> None:
         ], name
 
 
-def test_a_value_over_the_limit_ends_the_store(port: int) -> None:
-    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-        with pytest.raises(DistNetworkError, match=r"value exceeds its limit, by default 8388608 bytes"):
+@pytest.mark.parametrize("client", ["sync", "async"])
+def test_a_value_over_the_limit_ends_the_store(client: str, port: int) -> None:
+    text = r"the longest request sent was 8388\d+ bytes; .*value exceeds its limit, by default 8388608 bytes"
+    with either_client(client) as connect:
+        store = connect(port)
+        with pytest.raises(DistNetworkError, match=text):
             store.set("k", bytes((8 << 20) + 1))
             store.add("n", 1)
         with pytest.raises(DistNetworkError, match=r"value exceeds its limit"):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from client.test_sync import until_parked
-from support import HANDSHAKE, LIMIT, tcpstore_server
-from tcpstore_async import AsyncTCPStore, TCPStore
+from contract.store_kinds import AsyncStore, either_client
+from support import HANDSHAKE, LIMIT, tcpstore_server, until
+from tcpstore_async import Store, TCPStore
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.client import requests
 from tcpstore_async.client.last_byte import describe_silence, seconds_silent
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Lin
 BROKEN = rf"({re.escape(LOST)}|Connection reset by peer; Connection refused)"
 SILENCE = r"last byte from the server \d+\.\d s ago"
 
-CALLS: list[tuple[Callable[[Any], Any], str]] = [
+CALLS: list[tuple[Callable[[Store], object], str]] = [
     (lambda store: store.get("a"), "get('a')"),
     (lambda store: store.wait(["a", "b"]), "wait('a', 'b')"),
     (lambda store: store.wait([f"rank{i}" for i in range(300)]), "wait('rank0', 'rank1', 'rank2' and 297 more)"),
@@ -35,38 +34,29 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+def waiting(store: Store) -> int:
+    """How many calls wait for their replies."""
+    if isinstance(store, AsyncStore):
+        return sum(connection.session.waiting is not None for connection in store.client._connections)
+    client: Any = store._client  # type: ignore[attr-defined]
+    return sum(connection.parked for connection in list(client._connections))
+
+
 @pytest.mark.parametrize(("call", "shown"), CALLS)
-def test_a_store(call: Callable[[TCPStore], object], shown: str) -> None:
-    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+@pytest.mark.parametrize("client", ["sync", "async"])
+def test_a_store(client: str, call: Callable[[Store], object], shown: str) -> None:
+    with tcpstore_server() as server, either_client(client) as connect, ThreadPoolExecutor(2) as threads:
+        store = connect(server.port)
         store.set("x", "y")
-        with ThreadPoolExecutor(2) as threads:
-            calls: list[Future[object]] = [threads.submit(call, store), threads.submit(store.get, "another")]
-            until_parked(store, 2)
-            server.stop(signal.SIGKILL)
-            errors = [str(one.exception(LIMIT)) for one in calls]
+        calls: list[Future[object]] = [threads.submit(call, store), threads.submit(store.get, "another")]
+        until(lambda: waiting(store) == 2)
+        server.stop(signal.SIGKILL)
+        errors = [str(one.exception(LIMIT)) for one in calls]
         assert re.fullmatch(rf"{BROKEN} \(awaiting the reply to {re.escape(shown)}; {SILENCE}\)", errors[0])
         assert "get('another')" in errors[1]  # each error is that of its call
         with pytest.raises(DistNetworkError) as later:
             store.get("a")
         assert re.fullmatch(BROKEN, str(later.value))  # it has sent nothing
-
-
-@pytest.mark.parametrize(("call", "shown"), CALLS)
-async def test_an_async_store(call: Callable[[AsyncTCPStore], Awaitable[object]], shown: str) -> None:
-    with tcpstore_server() as server:
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT) as store:
-            await store.set("x", "y")
-            calls = [asyncio.ensure_future(call(store)), asyncio.ensure_future(store.get("another"))]
-            for one in calls:
-                one.add_done_callback(lambda one: one.exception())
-            while sum(connection.session.waiting is not None for connection in store._connections) < 2:
-                await asyncio.sleep(1e-3)
-            await asyncio.to_thread(server.stop, signal.SIGKILL)
-            first, second = await asyncio.gather(*calls, return_exceptions=True)
-            with pytest.raises(DistNetworkError, match=BROKEN):
-                await store.get("a")
-        assert re.fullmatch(rf"{BROKEN} \(awaiting the reply to {re.escape(shown)}; {SILENCE}\)", str(first))
-        assert "get('another')" in str(second)
 
 
 def test_an_idle_store() -> None:

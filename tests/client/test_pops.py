@@ -381,18 +381,13 @@ def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPSto
 
 @pytest.mark.parametrize("kind", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 @pytest.mark.parametrize("value", ["plain", ""])
-def test_a_plain_value_ends_a_pop(kind: str, value: str) -> None:
-    with server_of(kind) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+@pytest.mark.parametrize("client", ["sync", "async"])
+def test_a_plain_value_ends_a_pop(client: str, kind: str, value: str) -> None:
+    with server_of(kind) as port, either_client(client) as connect:
+        store = connect(port)
         store.set("q", value)
         with pytest.raises(QueueEmptyError):
             store.queue_pop("q")
-
-        async def pop() -> None:
-            async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as client:
-                with pytest.raises(QueueEmptyError):
-                    await client.queue_pop("q")
-
-        asyncio.run(pop())
 
 
 # PyTorch's servers, which know no leases

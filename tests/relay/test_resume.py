@@ -51,11 +51,12 @@ def test_ranks_are_closed_when_the_server_ends_and_starts_anew(number: signal.Si
     with tcpstore_server("--port", str(port)) as server, tcpstore_relay(port) as relay, RawPeer(relay.port) as rank:
         rank.ping()
         server.stop(number)
-        if number == signal.SIGINT:  # then it has said so
+        if number == signal.SIGINT:  # it has said so
             assert rank.closed()
-        with tcpstore_server("--port", str(port)), RawPeer(relay.port) as another:
+        with tcpstore_server("--port", str(port)):
             assert rank.closed()
-            another.ping()
+            with RawPeer(relay.port) as another:
+                another.ping()
 
 
 def test_a_relay_that_comes_back_ends_the_sessions_of_the_one_that_was_killed() -> None:
