@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -188,15 +189,21 @@ def _async(stack: ExitStack) -> Maker:
 @contextmanager
 def loop_in_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     """Yield what runs a coroutine in that loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def main() -> None:
+        over = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), over))
+        await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))  # which also ends the tasks that are left
     thread.start()
+    loop, over = started.result(LIMIT)
     try:
         yield lambda call: asyncio.run_coroutine_threadsafe(call, loop).result(LIMIT)
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join()
-        loop.close()
 
 
 KINDS: Final = (
