@@ -37,7 +37,7 @@ from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .store_ports import StorePorts
 from .tls import ServerTls
-from .turn import Turn
+from .turn import LoopTurn
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -64,7 +64,7 @@ class Server:
         limits: Limits,
         backend: str,
         session_bytes: int = SESSION_BYTES,
-        turn: Turn | None = None,
+        turn: LoopTurn | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         """Serve the peers of `listener`, which is closed when the server stops accepting.
@@ -76,7 +76,7 @@ class Server:
         self.listener = listener
         self.tls: ServerTls | None = tls
         self.limits = limits
-        self.turn = turn or Turn()
+        self.turn = turn or LoopTurn()
         self._counting = self._due(self._log_suppressed)
         self._refusing = self._due(self._close_refused)
         self._validating = self._due(self._close_overdue)

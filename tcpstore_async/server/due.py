@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from .turn import Turn
+from .turn import LoopTurn
 
 _LEAST_SECONDS: Final = 0.001
 
@@ -19,7 +19,7 @@ class Due:
         self,
         loop: asyncio.AbstractEventLoop,
         call_soon: Callable[[Callable[[], object]], None],
-        turn: Turn,
+        turn: LoopTurn,
         run: Callable[[], float | None],
     ) -> None:
         """`run` is called in a turn. It returns the seconds until the next call, or None if none is needed.

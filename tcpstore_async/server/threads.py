@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .turn import Turn
+from .turn import LoopTurn
 
 
 class Worker(threading.Thread):
@@ -25,7 +25,7 @@ class Worker(threading.Thread):
             self._ended.append(self)
 
 
-class FairLock(Turn):
+class FairLock(LoopTurn):
     """A lock handed to the thread that has waited longest.
 
     `threading.Lock` goes to any thread that asks while it is free: beside twenty peers that sent without a pause,

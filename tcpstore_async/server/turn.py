@@ -10,7 +10,7 @@ from ..base.mypyc_shim import mypyc_attr
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Turn:
+class LoopTurn:
     """For `with`. Servers whose peers are served by several threads lock, too: see `FairLock`."""
 
     def __init__(self) -> None:
