@@ -401,7 +401,7 @@ class Fleet:
             holder = session if group is None else group
             if group is not None and session.parked is not None:
                 raise Difference("a member of a group has registrations of its own")
-            _same("parked", holder.parked or set(), parked[id(session)])
+            _same("parked", set(holder.parked or ()), parked[id(session)])
             self.check_output(connection)
             keys = {key for key, peers in model.waiting.items() if peer in peers}
             _same("registrations", {key for key, waiters in standing.items() if session in waiters}, keys)
@@ -443,7 +443,7 @@ class Fleet:
         for group, own in counts.items():
             if not group.members or any(member.group is not group for member in group.members):
                 raise Difference("a group has no members, or those of another one")
-            _same("what a group awaits", group.parked, own)
+            _same("what a group awaits", set(group.parked or ()), own)
             listed = group.listed
             if listed is not None:
                 missing = {key for key in listed.keys if not keyspace.exists(key)}
@@ -515,7 +515,7 @@ class Fleet:
         }
         for key, counter in keyspace.counters.items():
             _same("the registration of a counter", counter in standing.get(key, ()), True)
-            _same("what a counter waits for", (counter.key, counter.parked), (key, {key}))
+            _same("what a counter waits for", (counter.key, set(counter.parked or ())), (key, {key}))
             if not counter.awaiting:
                 raise Difference(f"a counter for {key!r} without waiters")
             targets = counter.targets
