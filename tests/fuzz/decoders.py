@@ -1,4 +1,4 @@
-"""What reads the bytes of others beside the server's session: each with its invariant, run on any bytes.
+"""What reads the bytes of others: each with its invariant, run on any bytes.
 
 What a function here raises is a finding.
 """
@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from fuzz.machine import Broken, run
+from fuzz.programs import PROGRAMS
 from tcpstore_async.auth.access import Access
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.auth.tokens import TokenKeys, parse_keys
@@ -47,8 +49,9 @@ from tcpstore_async.wire.values import ABSENT, pack
 from tls.certificates import certificates
 
 
-class Broken(AssertionError):
-    """An invariant does not hold."""
+def sessions(program: bytes) -> None:
+    """Whatever arrives, the server's sessions answer or raise PeerError, and memory stays within Limits."""
+    run(program)
 
 
 # The client's session
@@ -523,6 +526,7 @@ def _demand(holds: bool, otherwise: str) -> None:
 
 
 DECODERS: dict[str, Callable[[bytes], None]] = {
+    "sessions": sessions,
     "client_session": client_session,
     "file_records": file_records,
     "control_messages": control_messages,
@@ -766,6 +770,7 @@ def _reply_seeds() -> dict[str, bytes]:
 
 
 SEEDS: dict[str, dict[str, bytes]] = {
+    "sessions": PROGRAMS,
     "client_session": _session_seeds(),
     "file_records": _file_seeds(),
     "control_messages": _line_seeds(),

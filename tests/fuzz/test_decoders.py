@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuzz.decoders import DECODERS, SEEDS
+from fuzz.machine import run
 
 FOUND = Path(__file__).parent / "found"
 """One folder per decoder: inputs for which something was mended, and those that reach the most."""
@@ -27,7 +28,7 @@ def test_replay_changed(name: str) -> None:
     """Bytes changed, dropped and doubled, with a fixed seed."""
     rng = random.Random(name)
     for _, _, data in [given for given in INPUTS if given[0] == name]:
-        for _ in range(8 if name == "file_records" else 40):
+        for _ in range({"file_records": 8, "sessions": 20}.get(name, 40)):
             changed = bytearray(data)
             for _ in range(rng.randrange(1, 4)):
                 at = rng.randrange(len(changed) + 1)
@@ -39,3 +40,9 @@ def test_replay_changed(name: str) -> None:
                     case _:
                         changed[at:at] = changed[max(0, at - 20) : at]
             DECODERS[name](bytes(changed))
+
+
+def test_programs_reach_refusals_and_replies() -> None:
+    machines = [run(data) for name, _, data in INPUTS if name == "sessions"]
+    assert sum(one.refused for one in machines) > 20
+    assert sum(one.sent for one in machines) > 1000
