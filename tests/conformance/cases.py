@@ -729,6 +729,14 @@ def barrier_timeout_leaves_its_count(s: Script) -> None:
 
 
 @case()
+def barrier_counts_who_has_left(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.asks(barrier(b"b", 2), NO_REPLY)
+    a.leaves()
+    b.asks(barrier(b"b", 2), WOKEN)
+
+
+@case()
 def barrier_that_is_not_full_is_there_for_new_waiters_only(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.says(wait(b"b"))

@@ -123,6 +123,7 @@ for _name, _write, _reply, _value in (
     ("append", append(b"k", b"v"), b"", b"v"),
     ("compare_set", compare_set(b"k", b"", b"v"), blob(b"v"), b"v"),
     ("multi_set", multi_set((b"j", b"1"), (b"k", b"2")), b"", b"2"),
+    ("multi_set, twice", multi_set((b"k", b"1"), (b"k", b"2")), b"", b"2"),
     ("barrier", barrier(b"k", 1), WOKEN, b"1"),
     ("push", push(b"k", b"v"), b"", b""),
     ("8 MiB", set_(b"k", bytes(8 << 20)), b"", bytes(8 << 20)),
@@ -142,6 +143,36 @@ def fetch_between_others_replies(s: Script) -> None:
     a.asks(fetch(b"k") + ping(b"pong") + get(b"j"), b"pong" + blob(b""))
     b.says(set_(b"k", b"v"))
     a.hears(blob(b"v"))
+
+
+@case()
+def fetch_of_what_is_there_leaves_a_wait_alone(s: Script) -> None:
+    a, z = s.peers("az")
+    z.asks(set_(b"k", b"v") + add(b"n", 5), i64(5))
+    a.asks(wait(b"j") + fetch(b"k") + fetch(b"n"), blob(b"v") + blob(b"5"))
+    z.says(set_(b"j", b""))
+    a.hears(WOKEN)
+
+
+@case()
+def fetch_waits_for_a_barrier_to_be_complete(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.asks(fetch(b"b"), NO_REPLY)
+    b.asks(barrier(b"b", 2), NO_REPLY)
+    a.hears(NO_REPLY)
+    z.asks(barrier(b"b", 2), WOKEN)
+    a.hears(blob(b"2"))
+    b.hears(WOKEN)
+
+
+@case()
+def fetch_of_a_deleted_key(s: Script) -> None:
+    a, z = s.peers("az")
+    z.asks(set_(b"k", b"1") + delete(b"k"), i64(1))
+    a.asks(fetch(b"k"), NO_REPLY)
+    z.asks(delete(b"k") + set_(b"k", b"2") + delete(b"k"), i64(0) + i64(1))
+    a.hears(blob(b"2"))
+    a.asks(fetch(b"k"), NO_REPLY)
 
 
 @case()
@@ -210,22 +241,29 @@ def _busy(name: str, first: bytes, second: bytes) -> None:
         b.asks(ping(b"pong"), b"pong")
 
 
-for _name, _first in (("fetch", fetch(b"k")), ("wait_count", wait_count(b"k", 3)), ("wait", wait(b"k"))):
+for _name, _first in (
+    ("fetch", fetch(b"k")),
+    ("wait_count", wait_count(b"k", 3)),
+    ("wait", wait(b"k")),
+    ("barrier", barrier(b"b", 2)),
+):
     _busy(f"{_name}, fetch", _first, fetch(b"j"))
     _busy(f"{_name}, wait_count", _first, wait_count(b"j", 0))
 
 
 @case()
 def stock_waits_take_the_place_of_ours(s: Script) -> None:
-    a, b, z = s.peers("abz")
+    a, b, c, d, z = s.peers("abcdz")
     a.says(fetch(b"k"), wait(b"j"))
     b.says(wait_count(b"n", 1), wait(b"j"))
+    c.says(fetch(b"k"), barrier(b"j", 9))
+    d.says(wait_count(b"n", 1), barrier(b"j", 9))
     z.says(set_(b"j", b"1"))
-    a.hears(WOKEN)
-    b.hears(WOKEN)
+    for peer in (a, b, c, d):
+        peer.hears(WOKEN)
     z.asks(set_(b"k", b"1") + add(b"n", 1), i64(1))
-    a.hears(NO_REPLY)
-    b.hears(NO_REPLY)
+    for peer in (a, b, c, d):
+        peer.hears(NO_REPLY)
 
 
 @case()
@@ -300,6 +338,37 @@ def count_of_arrivals_at_a_barrier(s: Script) -> None:
 
 
 @case()
+def count_that_its_own_barrier_reaches(s: Script) -> None:
+    a, z = s.peers("az")
+    a.asks(wait_count(b"b", 1) + barrier(b"b", 2), WOKEN)
+    z.asks(barrier(b"b", 2), WOKEN)
+    a.hears(WOKEN)
+
+
+@case()
+def count_is_not_reached_by_a_sum_that_wraps(s: Script) -> None:
+    a, z = s.peers("az")
+    z.says(set_(b"n", b"1"))
+    a.says(wait_count(b"n", 2))
+    z.asks(add(b"n", 2**63 - 1), i64(-(2**63)))
+    a.hears(NO_REPLY)
+
+
+@case()
+def count_fetch_and_wait_of_one_key(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.says(wait_count(b"n", 2))
+    b.says(wait(b"n"))
+    c.says(fetch(b"n"))
+    z.asks(add(b"n", 1), i64(1))
+    a.hears(NO_REPLY)
+    b.hears(WOKEN)
+    c.hears(blob(b"1"))
+    z.asks(add(b"n", 1), i64(2))
+    a.hears(WOKEN)
+
+
+@case()
 def count_is_canceled(s: Script) -> None:
     a, z = s.peers("az")
     a.asks(wait_count(b"n", 1) + CANCEL_WAIT, CANCELED)
@@ -328,6 +397,7 @@ def count_of_no_number_closes(s: Script) -> None:
     b.says(wait_count(b"n", 2))
     z.says(set_(b"n", b"x"))
     a.asks(wait_count(b"n", 2), CLOSED)
+    z.says(set_(b"n", b""), set_(b"n", b"9" * 20), set_(b"n", b"-"))
     b.hears(NO_REPLY)
     z.says(set_(b"n", b"2"))
     b.hears(WOKEN)
@@ -675,7 +745,8 @@ def reserved_keys_are_not_to_be_written(s: Script) -> None:
         ("add", add(SERVER, 1)),
         ("compare_set", compare_set(SERVER, b"", b"v")),
         ("multi_set", multi_set((b"k", b"v"), (SERVER, b"v"))),
-        ("barrier", barrier(SERVER, 1)),
+        ("barrier", barrier(SERVER, 9)),
+        ("open barrier", barrier(SERVER, 1)),
         ("push", push(SERVER, b"v")),
         ("join", join(SERVER, b"v")),
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from conformance.script import Answer
-from conformance.targets import Cut, whole
+from conformance.targets import Cut, demand_nothing_left, whole
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.link_registry import LinkRegistry
@@ -121,13 +121,7 @@ class LinkTarget:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.peers:
             self.close(peer)
-        keyspace = self.store.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.store.budget.unfinished) == (
-            {},
-            {},
-            {},
-            0,
-        )
+        demand_nothing_left(self.store)
         assert self.registry.sessions == 0
 
     def cut_off(self) -> None:

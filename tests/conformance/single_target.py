@@ -9,7 +9,7 @@ import random
 
 from conformance.link_target import serve
 from conformance.script import Answer
-from conformance.targets import Cut, whole
+from conformance.targets import Cut, demand_nothing_left, whole
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.links.single_client import ClientSingleLink
@@ -187,11 +187,9 @@ class SingleTarget:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.peers:
             self.close(peer)
-        store = self.store
-        keyspace = store.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, store.budget.unfinished) == ({}, {}, {}, 0)
-        assert (self.registry.singles, self.registry.suspended, store.budget.holders) == ({}, {}, {})
-        assert store.budget.pins == {}
+        demand_nothing_left(self.store)
+        assert (self.registry.singles, self.registry.suspended) == ({}, {})
+        assert (self.store.budget.holders, self.store.budget.pins) == ({}, {})
 
     def serve(self) -> None:
         serve(self.store, self.registry)

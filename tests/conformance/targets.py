@@ -101,6 +101,13 @@ def at_random(seed: str) -> Cut:
     return cut
 
 
+def demand_nothing_left(store: Store) -> None:
+    """Nothing may be registered, or held, for peers once they have all left."""
+    keyspace = store.keyspace
+    assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, keyspace.parked) == ({}, {}, {}, 0)
+    assert store.budget.unfinished == 0
+
+
 class EngineTarget:
     """A store without connections: a peer receives what its session puts out."""
 
@@ -147,13 +154,7 @@ class EngineTarget:
         """Everybody leaves; nothing of them may stay behind."""
         for peer in self.sessions:
             self.close(peer)
-        keyspace = self.store.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.store.budget.unfinished) == (
-            {},
-            {},
-            {},
-            0,
-        )
+        demand_nothing_left(self.store)
 
     def _receive(self, peer: str, piece: bytes) -> None:
         session = self.sessions[peer]

@@ -1,109 +1,45 @@
-"""The semantics of commands. Waiters are sessions, since a compiled class cannot be subclassed here."""
+"""What keyspaces count, share and refuse. What commands answer is in tests/conformance, as sessions play it.
+
+Waiters are sessions, since a compiled class cannot be subclassed here.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 import tracemalloc
 from collections.abc import Callable
 
 import pytest
 
-from properties.session_driver import with_store_of
+from properties.session_driver import session_on, with_store_of
 from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
 from tcpstore_async.keyspace.waiter_types import IDLE
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
+from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 from tcpstore_async.wire.values import EMPTY, GROWING_BYTES, pack, unpack
 
-
-@pytest.fixture
-def store() -> Store:
-    return Store(Limits())
+WOKEN = b"\0"
+Write = Callable[[Keyspace], object]
 
 
-@pytest.fixture
-def keyspace(store: Store) -> Keyspace:
-    return store.keyspace
-
-
-def waiter(store: Store) -> ServerSession:
-    return ServerSession(store, None, "::1", 1, 0.0)
-
-
-def woken(session: ServerSession) -> int:
-    """Return how often it was woken since the last call."""
-    count = len(session.out)
+def heard(session: ServerSession) -> list[bytes]:
+    """Return its replies since the last call."""
+    said = list(map(bytes, session.out))
     session.out.clear()
-    return count
+    session.unsent = 0
+    return said
+
+
+def nothing_is_left(keyspace: Keyspace) -> bool:
+    waiting = keyspace.waiters, keyspace.counters, keyspace.handoffs, keyspace.holes
+    return waiting == ({}, {}, {}, {}) and (keyspace.size, keyspace.parked) == (0, 0)
 
 
 # Values
-
-
-def test_set_get_delete(keyspace: Keyspace) -> None:
-    assert keyspace.get(b"k") == EMPTY
-    keyspace.set(b"k", pack(b"v"))
-    assert keyspace.get(b"k") == pack(b"v")
-    assert (keyspace.num_keys(), keyspace.list_keys()) == (1, [b"k"])
-    assert (keyspace.delete_key(b"k"), keyspace.delete_key(b"k")) == (1, 0)
-    assert (keyspace.num_keys(), keyspace.size) == (0, 0)
-
-
-@pytest.mark.parametrize(("stored", "expected", "desired", "reply", "left"), [
-    (None, b"", b"new", b"new", b"new"),
-    (None, b"x", b"new", b"x", None),
-    (b"old", b"old", b"new", b"new", b"new"),
-    (b"old", b"x", b"new", b"old", b"old"),
-    (b"", b"", b"new", b"new", b"new"),
-    (b"old", b"", b"new", b"old", b"old"),
-])  # fmt: skip
-def test_compare_set(
-    keyspace: Keyspace, stored: bytes | None, expected: bytes, desired: bytes, reply: bytes, left: bytes | None
-) -> None:
-    if stored is not None:
-        keyspace.set(b"k", pack(stored))
-    assert keyspace.compare_set(b"k", pack(expected), pack(desired)) == pack(reply)
-    assert keyspace.check([b"k"]) == (left is not None)
-    assert keyspace.get(b"k") == pack(left or b"")
-
-
-def test_compare_set_compares_counters_and_large_values_as_text(keyspace: Keyspace) -> None:
-    keyspace.add(b"n", 41)
-    assert keyspace.compare_set(b"n", pack(b"41"), bytearray(pack(b"a"))) == pack(b"a")
-    assert keyspace.compare_set(b"n", pack(b"a"), pack(b"b")) == pack(b"b")
-
-
-def test_add(keyspace: Keyspace) -> None:
-    assert keyspace.add(b"n", 5) == 5
-    assert keyspace.add(b"n", -7) == -2
-    assert keyspace.get(b"n") == pack(b"-2")
-    keyspace.set(b"n", pack(b" +12abc"))
-    assert keyspace.add(b"n", 1) == 13
-    keyspace.set(b"n", pack(b"%d" % (2**63 - 1)))
-    assert keyspace.add(b"n", 1) == -(2**63)
-    assert keyspace.add(b"n", -1) == 2**63 - 1
-
-
-def test_add_to_what_is_no_number_changes_nothing(keyspace: Keyspace) -> None:
-    keyspace.set(b"n", pack(b"abc"))
-    with pytest.raises(ProtocolError):
-        keyspace.add(b"n", 1)
-    assert keyspace.get(b"n") == pack(b"abc")
-
-
-def test_append_to_every_form(keyspace: Keyspace) -> None:
-    keyspace.append(b"missing", pack(b""))
-    assert keyspace.check([b"missing"])
-    keyspace.add(b"n", 12)
-    keyspace.append(b"n", pack(b"3"))
-    assert keyspace.add(b"n", 1) == 124
-    for piece in (b"a", b"b", b"", b"c"):
-        keyspace.append(b"k", pack(piece))
-    assert keyspace.get(b"k") == pack(b"abc")
-    keyspace.append(b"k", bytearray(pack(b"d")))
-    assert keyspace.get(b"k") == pack(b"abcd")
 
 
 def test_a_value_that_was_read_does_not_change_by_appending(keyspace: Keyspace) -> None:
@@ -129,215 +65,31 @@ def test_many_appends_do_not_copy_what_was_there(keyspace: Keyspace) -> None:
     assert keyspace.size == ENTRY_BYTES + GROWING_BYTES + 1 + 8 + 4 * MIB + 101
 
 
-def test_multi(keyspace: Keyspace) -> None:
-    keyspace.multi_set([(b"a", pack(b"1")), (b"b", pack(b"2")), (b"a", pack(b"3"))])
-    assert keyspace.multi_get([b"a", b"missing", b"b", b"a"]) == [pack(b"3"), EMPTY, pack(b"2"), pack(b"3")]
-
-
 # Waiting
-
-
-def test_a_wait_ends_once(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    assert not keyspace.wait(session, [b"a", b"b"])
-    keyspace.set(b"a", EMPTY)
-    keyspace.delete_key(b"a")
-    assert not woken(session)
-    keyspace.set(b"b", EMPTY)
-    keyspace.set(b"b", EMPTY)
-    keyspace.set(b"a", EMPTY)
-    assert woken(session) == 1
-    assert session.parked is None
-
-
-def test_a_key_named_twice_is_registered_once(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"a", b"a", b"b"])
-    assert session.parked == {b"a": None, b"b": None}
-    keyspace.set(b"a", EMPTY)
-    assert not woken(session)
-    keyspace.set(b"b", EMPTY)
-    assert woken(session) == 1
-
-
-def test_a_second_wait_replaces_the_first(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"k"])
-    keyspace.wait(session, [b"j"])
-    assert session.parked == {b"j": None}
-    keyspace.set(b"k", EMPTY)
-    assert not woken(session)
-    keyspace.set(b"j", EMPTY)
-    assert woken(session) == 1
-    assert keyspace.waiters == {}
-
-
-def test_cancel_drops_every_registration(store: Store, keyspace: Keyspace) -> None:
-    session = waiter(store)
-    assert keyspace.cancel_wait(session)
-    keyspace.wait(session, [b"a", b"b"])
-    assert keyspace.cancel_wait(session)
-    keyspace.set(b"a", EMPTY)
-    keyspace.set(b"b", EMPTY)
-    assert not woken(session)
-    assert keyspace.waiters == {}
-
-
-@pytest.mark.parametrize("expected", [b"x", b""])
-def test_a_failed_compare_set_wakes_nobody(store: Store, keyspace: Keyspace, expected: bytes) -> None:
-    session = waiter(store)
-    keyspace.wait(session, [b"k"])
-    if not expected:
-        keyspace.barrier(waiter(store), b"k", 9)  # stores without waking
-    keyspace.compare_set(b"k", pack(expected), pack(b"new"))
-    assert not woken(session)
 
 
 def test_a_wait_that_would_exceed_the_budget_changes_nothing() -> None:
     store = with_store_of(PARKED_BYTES + 1)
-    session = waiter(store)
+    session = session_on(store)
     with pytest.raises(LimitError):
         store.keyspace.wait(session, [b"a", b"b"])
     assert (session.state, session.parked, store.keyspace.waiters, store.keyspace.size) == (IDLE, None, {}, 0)
     assert not store.keyspace.wait(session, [b"a"])
 
 
-# Barriers
-
-
-def test_barrier(store: Store, keyspace: Keyspace) -> None:
-    first, second, third = (waiter(store) for _ in range(3))
-    assert not keyspace.barrier(first, b"b", 3)
-    assert not keyspace.barrier(second, b"b", 3)
-    assert keyspace.get(b"b") == pack(b"2")
-    assert keyspace.barrier(third, b"b", 3)
-    assert (woken(first), woken(second), woken(third)) == (1, 1, 0)
-    assert keyspace.barrier(first, b"b", 3)
-    assert keyspace.get(b"b") == pack(b"4")
-
-
-def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(store: Store, keyspace: Keyspace) -> None:
-    early, late = waiter(store), waiter(store)
-    keyspace.wait(early, [b"b"])
-    keyspace.barrier(waiter(store), b"b", 2)
-    assert not woken(early)
-    assert keyspace.wait(late, [b"b"])
-
-
-def test_a_peer_that_leaves_a_barrier_stays_counted(store: Store, keyspace: Keyspace) -> None:
-    gone = waiter(store)
-    keyspace.barrier(gone, b"b", 2)
-    gone.leave()
-    assert keyspace.barrier(waiter(store), b"b", 2)
-
-
-def test_a_barrier_on_what_is_no_number_changes_nothing(store: Store, keyspace: Keyspace) -> None:
-    keyspace.set(b"b", pack(b"x"))
-    with pytest.raises(ProtocolError):
-        keyspace.barrier(waiter(store), b"b", 2)
-    assert keyspace.get(b"b") == pack(b"x")
-    assert keyspace.waiters == {}
-
-
 # Queues
 
 
-def test_queue(keyspace: Keyspace) -> None:
-    assert (keyspace.queue_pop(b"q"), keyspace.queue_len(b"q")) == ((0, None), 0)
-    keyspace.queue_push(b"q", pack(b"1"))
-    keyspace.queue_push(b"q", pack(b"2"))
-    assert keyspace.queue_len(b"q") == 2
-    assert not keyspace.num_keys()
-    assert not keyspace.delete_key(b"q")
-    assert keyspace.check([b"q"])
-    assert keyspace.queue_pop(b"q") == (2, pack(b"1"))
-    assert keyspace.queue_pop(b"q") == (1, pack(b"2"))
-    assert not keyspace.check([b"q"])
-    assert keyspace.size == 0
-
-
 def test_a_queue_serves_in_order_of_arrival(store: Store, keyspace: Keyspace) -> None:
-    sessions = [waiter(store) for _ in range(40)]  # enough for compaction
+    sessions = [session_on(store) for _ in range(40)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for number, session in enumerate(sessions):
         keyspace.queue_push(b"q", pack(b"%d" % number))
-        assert [woken(other) for other in sessions if other is session] == [1]
-        assert not any(map(woken, sessions))
+        assert heard(session) == [WOKEN]
+        assert not any(map(heard, sessions))
     assert keyspace.handoffs == {b"q": 40}
     assert keyspace.waiters == {}
-
-
-def test_a_served_waiter_registers_behind_the_others(store: Store, keyspace: Keyspace) -> None:
-    """Q1."""
-    a, b = waiter(store), waiter(store)
-    keyspace.wait(a, [b"q"])
-    keyspace.wait(b, [b"q"])
-    keyspace.queue_push(b"q", pack(b"1"))
-    assert woken(a)
-    keyspace.queue_pop(b"q")
-    keyspace.wait(a, [b"q"])
-    keyspace.queue_push(b"q", pack(b"2"))
-    assert (woken(a), woken(b)) == (0, 1)
-
-
-def test_a_served_waiter_is_not_woken_for_another_key(store: Store, keyspace: Keyspace) -> None:
-    """Q2."""
-    a, b = waiter(store), waiter(store)
-    keyspace.wait(a, [b"q"])
-    keyspace.queue_push(b"q", pack(b"1"))
-    assert woken(a)
-    keyspace.queue_pop(b"q")
-    keyspace.wait(a, [b"other"])
-    keyspace.wait(b, [b"q"])
-    keyspace.queue_push(b"q", pack(b"2"))
-    assert (woken(a), woken(b)) == (0, 1)
-    keyspace.set(b"other", EMPTY)
-    assert woken(a)
-
-
-def test_a_queue_that_holds_items_is_not_awaited(store: Store, keyspace: Keyspace) -> None:
-    """Q3."""
-    a = waiter(store)
-    keyspace.queue_push(b"q", pack(b"1"))
-    keyspace.wait(a, [b"q", b"k"])
-    keyspace.set(b"k", EMPTY)
-    assert woken(a)
-
-
-def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(store: Store, keyspace: Keyspace) -> None:
-    """Q4."""
-    a, b, c = (waiter(store) for _ in range(3))
-    for session in (a, b, c):
-        keyspace.wait(session, [b"q"])
-    keyspace.queue_push(b"q", pack(b"1"))
-    assert woken(a)
-    a.leave()
-    assert (woken(b), woken(c)) == (1, 0)
-    b.leave()
-    assert woken(c)
-    c.leave()
-    assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
-
-
-def test_a_push_counts_down_waiters_that_await_more(store: Store, keyspace: Keyspace) -> None:
-    a, b = waiter(store), waiter(store)
-    keyspace.wait(a, [b"q", b"k"])
-    keyspace.wait(b, [b"q"])
-    keyspace.queue_push(b"q", pack(b"1"))
-    assert (woken(a), woken(b)) == (0, 1)
-    keyspace.set(b"k", EMPTY)
-    assert woken(a)
-
-
-def test_set_of_a_queues_name_wakes_all_its_waiters(store: Store, keyspace: Keyspace) -> None:
-    a, b = waiter(store), waiter(store)
-    keyspace.wait(a, [b"q"])
-    keyspace.wait(b, [b"q"])
-    keyspace.set(b"q", EMPTY)
-    assert (woken(a), woken(b)) == (1, 1)
-    assert keyspace.queue_pop(b"q") == (0, None)
-    assert keyspace.handoffs == {}
 
 
 @pytest.mark.parametrize("enter", [lambda k, w, key: k.wait(w, [key]), lambda k, w, key: k.barrier(w, key, 4)])
@@ -346,7 +98,7 @@ def test_peers_that_name_one_key_in_a_row_share_it(
 ) -> None:
     parked: list[bytes] = []
     for _ in range(3):
-        peer = waiter(store)
+        peer = session_on(store)
         enter(store.keyspace, peer, bytes(bytearray(b"/key")))
         assert peer.parked is not None
         parked += peer.parked
@@ -356,7 +108,7 @@ def test_peers_that_name_one_key_in_a_row_share_it(
 
 def test_registrations_are_compacted_when_waiters_leave(store: Store, keyspace: Keyspace) -> None:
     """The next push would step over their places."""
-    sessions = [waiter(store) for _ in range(1_000)]
+    sessions = [session_on(store) for _ in range(1_000)]
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for session in sessions[:-5]:
@@ -364,7 +116,7 @@ def test_registrations_are_compacted_when_waiters_leave(store: Store, keyspace: 
     assert sys.getsizeof(keyspace.waiters[b"q"]) <= sys.getsizeof(dict.fromkeys(range(40)))
     for session in sessions[-5:]:
         keyspace.queue_push(b"q", EMPTY)
-        assert [other for other in sessions if woken(other)] == [session]
+        assert [other for other in sessions if heard(other)] == [session]
     assert keyspace.waiters == {}
 
 
@@ -378,7 +130,7 @@ def test_everything_counts_bytes(store: Store, keyspace: Keyspace) -> None:
     assert keyspace.size == ENTRY_BYTES + 3 + 8
     keyspace.queue_push(b"q", pack(b"12"))
     assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10
-    session = waiter(store)
+    session = session_on(store)
     keyspace.wait(session, [b"k", b"k", b"long"])
     assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10 + 2 * PARKED_BYTES + 5
     session.leave()
@@ -387,25 +139,429 @@ def test_everything_counts_bytes(store: Store, keyspace: Keyspace) -> None:
     assert keyspace.size == 0
 
 
-@pytest.mark.parametrize("command", ["set", "append", "queue_push", "compare_set", "add", "multi_set"])
-def test_a_full_store_refuses_and_does_not_change(command: str) -> None:
+@pytest.mark.parametrize("write", [
+    lambda k: k.set(b"k", pack(b"v")),
+    lambda k: k.append(b"k", pack(b"v")),
+    lambda k: k.queue_push(b"k", EMPTY),
+    lambda k: k.compare_set(b"k", EMPTY, pack(b"v")),
+    lambda k: k.add(b"n", 1),
+    lambda k: k.multi_set([(b"k", EMPTY), (b"j", EMPTY)]),
+])  # fmt: skip
+def test_a_full_store_refuses_and_does_not_change(write: Write) -> None:
     keyspace = Keyspace(Limits())
     keyspace.max_size = ENTRY_BYTES + 1 + 8
     keyspace.set(b"k", EMPTY)
     size = keyspace.size
     with pytest.raises(LimitError) as error:
-        match command:
-            case "set":
-                keyspace.set(b"k", pack(b"v"))
-            case "append":
-                keyspace.append(b"k", pack(b"v"))
-            case "queue_push":
-                keyspace.queue_push(b"k", EMPTY)
-            case "compare_set":
-                keyspace.compare_set(b"k", EMPTY, pack(b"v"))
-            case "add":
-                keyspace.add(b"n", 1)
-            case _:
-                keyspace.multi_set([(b"k", EMPTY), (b"j", EMPTY)])
+        write(keyspace)
     assert (error.value.limit, error.value.allowed) == ("budget_bytes", ENTRY_BYTES + 1 + 8)
     assert (keyspace.size, unpack(keyspace.get(b"k")), keyspace.num_keys(), keyspace.queues) == (size, b"", 1, {})
+
+
+# Fetching
+
+
+def test_a_value_under_append_is_copied_once_for_all_fetches(store: Store, keyspace: Keyspace) -> None:
+    sessions = [session_on(store) for _ in range(50)]
+    for session in sessions:
+        keyspace.fetch(session, b"k")
+    keyspace.barrier(session_on(store), b"k", 9)  # creates the key and wakes no waiter
+    keyspace.append(b"k", pack(bytes(MIB)))
+    assert len({id(session.out[1]) for session in sessions}) == 1
+    assert b"".join(heard(sessions[0])) == pack(b"1" + bytes(MIB))
+
+
+def test_a_fetch_takes_no_item_from_other_waiters(store: Store, keyspace: Keyspace) -> None:
+    """As a WAIT and a GET behind it would."""
+    fetchers = [session_on(store) for _ in range(40)]  # enough for compaction
+    first, second = session_on(store), session_on(store)
+    for session in fetchers[:20]:
+        keyspace.fetch(session, b"q")
+    keyspace.wait(first, [b"q"])
+    for session in fetchers[20:]:
+        keyspace.fetch(session, b"q")
+    keyspace.wait(second, [b"q"])
+    keyspace.queue_push(b"q", pack(b"1"))
+    assert [heard(session) for session in fetchers] == [[EMPTY]] * 20 + [[]] * 20
+    assert (heard(first), heard(second)) == ([WOKEN], [])
+    assert keyspace.handoffs == {b"q": 1}
+    first.leave()
+    assert [heard(session) for session in fetchers] == [[]] * 20 + [[EMPTY]] * 20
+    assert heard(second) == [WOKEN]
+
+
+# Waiting for a number
+
+REACHING: dict[str, Write] = {
+    "add": lambda k: k.add(b"n", 1),
+    "add of more than one": lambda k: k.add(b"n", 1000),
+    "add of all there is": lambda k: k.add(b"n", 2**63 - 4),
+    "set": lambda k: k.set(b"n", pack(b" +4 and text")),
+    "append": lambda k: k.append(b"n", pack(b"0")),
+    "compare_set": lambda k: k.compare_set(b"n", pack(b"3"), pack(b"4")),
+    "multi_set": lambda k: k.multi_set([(b"n", pack(b"0")), (b"n", pack(b"4"))]),
+}
+
+
+@pytest.mark.parametrize("how", REACHING)
+def test_a_target_is_reached(store: Store, keyspace: Keyspace, how: str) -> None:
+    keyspace.set(b"n", pack(b"3"))
+    size = keyspace.size
+    first, second, more = session_on(store), session_on(store), session_on(store)
+    assert not keyspace.wait_count(first, b"n", 4)
+    assert not keyspace.wait_count(second, b"n", 4)
+    assert not keyspace.wait_count(more, b"n", 2**63 - 1)
+    assert first.parked is None
+    REACHING[how](keyspace)
+    assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
+    assert (first.state, first.group) == (IDLE, None)
+    more.leave()
+    keyspace.set(b"n", pack(b"9"))
+    assert heard(first) == []
+    assert (keyspace.waiters, keyspace.counters, keyspace.size) == ({}, {}, size)
+
+
+@pytest.mark.parametrize(("text", "target", "reached"), [
+    (None, 0, True), (None, 1, False), (None, -1, True), (None, -(2**63), True), (None, 2**63 - 1, False),
+    (b"-5", -5, True), (b"-5", -4, False), (b"-5", 0, False), (b"7x", 7, True), (b"7x", 8, False),
+    (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
+])  # fmt: skip
+def test_targets_that_are_reached_at_once(
+    store: Store, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
+) -> None:
+    if text is not None:
+        keyspace.set(b"n", pack(text))
+    session = session_on(store)
+    assert keyspace.wait_count(session, b"n", target) == reached
+    assert (session.group is None) == reached == (keyspace.counters == {})
+    keyspace.set(b"n", pack(b"9223372036854775807"))
+    assert heard(session) == ([] if reached else [WOKEN])
+
+
+def test_each_waiter_is_woken_at_its_own_target(store: Store, keyspace: Keyspace) -> None:
+    targets = [random.Random(number).randrange(1, 40) for number in range(200)]
+    sessions = [session_on(store) for _ in targets]
+    for session, target in zip(sessions, targets, strict=True):
+        keyspace.wait_count(session, b"n", target)
+    for _ in range(19):
+        total = keyspace.add(b"n", 2)
+        woken = [target for session, target in zip(sessions, targets, strict=True) if heard(session)]
+        assert sorted(woken) == sorted(target for target in targets if total - 2 < target <= total)
+    keyspace.add(b"n", 2)
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+ENDS: dict[str, Callable[[Keyspace, ServerSession], object]] = {
+    "cancel_wait": lambda k, session: k.cancel_wait(session),
+    "cancel_fetch": lambda k, session: k.cancel_fetch(session),
+    "leave": lambda k, session: session.leave(),
+    "wait": lambda k, session: k.wait(session, [b"k"]),
+    "barrier": lambda k, session: k.barrier(session, b"k", 2),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_an_ended_wait_count_is_not_woken(store: Store, keyspace: Keyspace, how: str) -> None:
+    session, same, more = session_on(store), session_on(store), session_on(store)
+    for other, target in ((session, 3), (same, 3), (more, 4)):
+        keyspace.wait_count(other, b"n", target)
+    ENDS[how](keyspace, session)
+    assert session.group is None
+    keyspace.add(b"n", 3)
+    assert (heard(session), heard(same), heard(more)) == ([], [WOKEN], [])
+    if how in ("wait", "barrier"):
+        keyspace.set(b"k", EMPTY)
+        assert heard(session) == [WOKEN]
+        keyspace.delete_key(b"k")
+    more.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+def test_a_queue_of_the_same_name_skips_a_counter(store: Store, keyspace: Keyspace) -> None:
+    counting = session_on(store)
+    keyspace.wait_count(counting, b"q", 1)
+    keyspace.queue_push(b"q", pack(b"the only item"))
+    assert (heard(counting), keyspace.handoffs) == ([], {})
+    assert keyspace.queue_pop(b"q") == (1, pack(b"the only item"))
+    sessions = [session_on(store) for _ in range(30)]  # enough for compaction
+    for session in sessions:
+        keyspace.wait(session, [b"q"])
+    for session in sessions:
+        keyspace.queue_push(b"q", pack(b"item"))
+        assert heard(session) == [WOKEN]
+    assert heard(counting) == []
+    for session in sessions:
+        session.leave()
+    assert heard(counting) == []
+    keyspace.add(b"q", 1)
+    assert heard(counting) == [WOKEN]
+
+
+def test_waiters_of_one_number_are_woken_in_order_of_arrival(store: Store, keyspace: Keyspace) -> None:
+    sessions = [session_on(store) for _ in range(20)]
+    for session in sessions:
+        keyspace.wait_count(session, b"n", 1)
+    sessions.pop(7).leave()
+    keyspace.add(b"n", 1)
+    assert store.hub.pending_flush == sessions
+
+
+def test_a_write_looks_at_one_of_many_targets(store: Store, keyspace: Keyspace) -> None:
+    """What a write touches is one registration and the top of a heap, however many wait."""
+    count = 10_000
+    sessions = [session_on(store) for _ in range(count)]
+    order = list(range(1, count + 1))
+    random.Random(1).shuffle(order)
+    for session, target in zip(sessions, order, strict=True):
+        keyspace.wait_count(session, b"n", target)
+    counter = keyspace.counters[b"n"]
+    assert len(keyspace.waiters[b"n"]) == 1
+    for total in range(1, count + 1):
+        assert keyspace.add(b"n", 1) == total
+        assert len(store.hub.pending_flush) == 1
+        assert len(counter.targets) == len(counter.awaiting) == count - total
+        assert total == count or len(keyspace.waiters[b"n"]) == 1
+        store.hub.pending_flush.clear()
+    assert all(heard(session) == [WOKEN] for session in sessions)
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+def test_new_targets_cost_no_memory(store: Store, keyspace: Keyspace) -> None:
+    others = [session_on(store) for _ in range(10)]
+    for number, other in enumerate(others):
+        keyspace.wait_count(other, b"n", 2**40 + number)
+    session = session_on(store)
+    size = keyspace.size
+    counter = keyspace.counters[b"n"]
+    most = 0
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            keyspace.wait_count(session, b"n", 10 + number)
+            keyspace.cancel_wait(session)
+            most = max(most, len(counter.targets))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most <= 2 * 11 + 17
+    assert len(counter.awaiting) == 10
+    assert used < 64 * 1024
+    assert keyspace.size == size
+    keyspace.add(b"n", 2**40 + 9)
+    assert all(heard(other) == [WOKEN] for other in others)
+    assert heard(session) == []
+
+
+def test_many_waiters_that_leave_one_by_one_leave_nothing(store: Store, keyspace: Keyspace) -> None:
+    sessions = [session_on(store) for _ in range(500)]
+    for number, session in enumerate(sessions):
+        keyspace.wait_count(session, b"n", 1 + number // 2)
+    rng = random.Random(2)
+    rng.shuffle(sessions)
+    for session in sessions[:250]:
+        session.leave()
+    keyspace.add(b"n", 125)
+    left = [session for session in sessions[250:] if not heard(session)]
+    assert all(session.number > 125 for session in left)
+    for session in left:
+        session.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+# Reserved keys
+
+
+def _reserved(store: Store) -> Keyspace:
+    store.identify(b"who")
+    store.announce(12)
+    return store.keyspace
+
+
+def test_reserved_keys_exist(store: Store) -> None:
+    keyspace = _reserved(store)
+    session = session_on(store)
+    assert (keyspace.get(SERVER_KEY), keyspace.get(JOINS_KEY)) == (pack(b"who"), pack(b"12"))
+    assert keyspace.multi_get([JOINS_KEY, b"k", SERVER_KEY]) == [pack(b"12"), EMPTY, pack(b"who")]
+    assert keyspace.check([SERVER_KEY, JOINS_KEY])
+    assert not keyspace.check([SERVER_KEY, b"k"])
+    assert keyspace.wait(session, [SERVER_KEY, JOINS_KEY])
+    assert keyspace.fetch(session, SERVER_KEY) == pack(b"who")
+    assert keyspace.wait_count(session, JOINS_KEY, 12)
+    assert not keyspace.wait(session, [SERVER_KEY, b"k"])
+    assert session.parked == {b"k": None}
+
+
+def test_reserved_keys_are_no_keys_of_the_store(store: Store) -> None:
+    keyspace = _reserved(store)
+    assert (keyspace.num_keys(), keyspace.list_keys(), keyspace.size) == (0, [], 0)
+    assert (keyspace.delete_key(SERVER_KEY), keyspace.delete_key(JOINS_KEY)) == (0, 0)
+    assert keyspace.get(SERVER_KEY) == pack(b"who")
+    store.announce(13)
+    assert keyspace.get(JOINS_KEY) == pack(b"13")
+
+
+def test_no_joins_are_announced_without_an_owner(store: Store, keyspace: Keyspace) -> None:
+    assert not keyspace.check([JOINS_KEY])
+    assert keyspace.get(JOINS_KEY) == EMPTY
+
+
+def test_a_push_to_a_reserved_key_evicts_nobody() -> None:
+    """It is refused before others are evicted for it: whatever can refuse does so before the first change."""
+    store = Store(Limits())
+    store.identify(b"{}")
+    asked: list[int] = []
+    store.keyspace.on_full = asked.append
+    store.keyspace.max_size = 0
+    with pytest.raises(ProtocolError, match="is read-only"):
+        store.keyspace.queue_push(SERVER_KEY, pack(b"item"))
+    assert asked == []
+    assert not store.keyspace.queues
+
+
+def test_no_queue_has_a_reserved_name(store: Store) -> None:
+    keyspace = _reserved(store)
+    with pytest.raises(ProtocolError, match="is read-only"):
+        keyspace.queue_push(SERVER_KEY, pack(b"item"))
+    assert (keyspace.queue_len(SERVER_KEY), keyspace.size) == (0, 0)
+    assert keyspace.queue_pop(SERVER_KEY) == (0, None)
+    assert keyspace.lease(session_on(store), SERVER_KEY, 1) == (0, None)
+
+
+def test_a_wait_for_a_reserved_number_ends(store: Store) -> None:
+    store.announce(2)
+    few, many = session_on(store), session_on(store)
+    assert store.keyspace.wait_count(few, JOINS_KEY, 2)
+    assert not store.keyspace.wait_count(few, JOINS_KEY, 4)
+    assert not store.keyspace.wait_count(many, JOINS_KEY, 9)
+    store.announce(3)
+    assert not store.hub.pending_flush
+    store.announce(4)
+    assert store.hub.pending_flush == [few]
+    store.announce(0)
+    assert store.hub.pending_flush == [few, many]
+    assert store.keyspace.wait_count(few, JOINS_KEY, 5)
+    assert (store.keyspace.counters, store.keyspace.waiters, store.keyspace.size) == ({}, {}, 0)
+
+
+# The size of the store
+
+
+def test_waiters_count_bytes(store: Store, keyspace: Keyspace) -> None:
+    fetching, first, second = session_on(store), session_on(store), session_on(store)
+    keyspace.fetch(fetching, b"key")
+    assert keyspace.size == PARKED_BYTES + 3
+    keyspace.wait_count(first, b"n", 1)
+    assert keyspace.size == PARKED_BYTES + 3 + 2 * (PARKED_BYTES + 1)
+    keyspace.wait_count(second, b"n", 2)
+    assert keyspace.size == PARKED_BYTES + 3 + 3 * (PARKED_BYTES + 1)
+    keyspace.add(b"n", 1)
+    assert keyspace.size == PARKED_BYTES + 3 + 2 * (PARKED_BYTES + 1) + ENTRY_BYTES + 1 + 8
+    second.leave()
+    fetching.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize("command", ["fetch", "wait_count", "wait_count of more"])
+def test_a_wait_that_does_not_fit_changes_nothing(command: str) -> None:
+    store = with_store_of(10_000)
+    keyspace = store.keyspace
+    session, early = session_on(store), session_on(store)
+    if command == "wait_count of more":
+        keyspace.wait_count(early, b"n", 1)
+    needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
+    keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
+    before = session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
+    with pytest.raises(LimitError) as error:
+        if command == "fetch":
+            keyspace.fetch(session, b"n")
+        else:
+            keyspace.wait_count(session, b"n", 5)
+    assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
+    after = session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
+    assert after == before
+    keyspace.set(b"filling", EMPTY)
+    assert not keyspace.wait_count(session, b"n", 5)
+    session.leave()
+    early.leave()
+    assert (keyspace.waiters, keyspace.counters) == ({}, {})
+
+
+def test_many_fetches_of_which_one_was_canceled_leave_nothing(store: Store, keyspace: Keyspace) -> None:
+    """An item ends all of them at once, and nothing is remembered of the place that the canceled one had."""
+    sessions = [session_on(store) for _ in range(40)]
+    for session in sessions:
+        assert keyspace.fetch(session, b"q") is None
+    keyspace.cancel_fetch(sessions[1])
+    keyspace.queue_push(b"q", EMPTY)
+    keyspace.queue_pop(b"q")
+    assert [heard(session) for session in sessions] == [[EMPTY]] + [[]] + [[EMPTY]] * 38
+    assert nothing_is_left(keyspace)
+
+
+def test_a_number_that_falls_while_its_waiters_are_woken(store: Store, keyspace: Keyspace) -> None:
+    """Those whose target it had reached are woken all the same, however many."""
+    keyspace.portion = 1
+    sessions = [session_on(store) for _ in range(5)]
+    for session in sessions:
+        assert not keyspace.wait_count(session, b"k", 10)
+    keyspace.add(b"k", 10)
+    keyspace.add(b"k", -10)
+    assert keyspace.working
+    while keyspace.working:
+        keyspace.step()
+    assert [heard(session) for session in sessions] == [[b"\0"]] * 5
+    keyspace.delete_key(b"k")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize("how", ["leaves", "joins another counter"])
+def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace: Keyspace, how: str) -> None:
+    """The rank has joined again, and has lost that connection: it is not lost once it leaves on the first one."""
+    first, second = session_on(store), session_on(store)
+    assert keyspace.join(first, b"k", b"token") == 1
+    keyspace.delete_key(b"k")
+    assert keyspace.size == 0
+    assert keyspace.join(second, b"k", b"token") == 1
+    keyspace.leave(second)
+    assert keyspace.join(session_on(store), b"k", b"") == 0
+    if how == "leaves":
+        keyspace.depart(first)
+    else:
+        keyspace.join(first, b"other", b"token")
+    assert keyspace.join(session_on(store), b"k", b"") == 1
+
+
+@pytest.mark.unmeasured
+def test_a_forked_process_forgets_all_waiters(store: Store, keyspace: Keyspace) -> None:
+    keyspace.wait(session_on(store), [b"%d" % number for number in range(5)])
+    keyspace.wait_count(session_on(store), b"n", 1)
+    keyspace.forget_waiters()
+    assert nothing_is_left(keyspace)
+
+
+def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(store: Store, keyspace: Keyspace) -> None:
+    """It begins when they have been woken, and does not end with them."""
+    keyspace.portion = 1
+    sessions = [session_on(store) for _ in range(5)]
+    for session in sessions:
+        keyspace.wait_count(session, b"k", 10)
+    keyspace.add(b"k", 10)
+    keyspace.add(b"k", -10)
+    late = session_on(store)
+    assert not keyspace.wait_count(late, b"k", 10)
+    postponed = keyspace.running
+    keyspace.running = None
+    assert postponed is not None
+    assert not postponed.step()
+    while keyspace.working:
+        keyspace.step()
+    assert postponed.step()
+    assert postponed.result is False
+    assert heard(late) == []
+    keyspace.add(b"k", 10)
+    assert heard(late) == [b"\0"]

@@ -23,16 +23,6 @@ CANCEL = Command("cancel_wait")
 assert len(KEYS) == FEWEST
 
 
-@pytest.fixture
-def store() -> Store:
-    return Store(Limits())
-
-
-@pytest.fixture
-def keyspace(store: Store) -> Keyspace:
-    return store.keyspace
-
-
 def ask(session: ServerSession, *commands: Command) -> bytes:
     for command in commands:
         session.receive(command.frame)
