@@ -321,6 +321,17 @@ def count_of_its_own_write_comes_before_the_reply(s: Script) -> None:
 
 
 @case()
+def own_writes_before_and_behind_a_cancel(s: Script) -> None:
+    for name, frames, reply in (
+        ("fetched", fetch(b"k") + set_(b"k", b"v") + CANCEL_FETCH, blob(b"v") + NO_VALUE),
+        ("not fetched", fetch(b"j") + CANCEL_FETCH + set_(b"j", b"v"), NO_VALUE),
+        ("counted", wait_count(b"n", 2) + add(b"n", 5) + CANCEL_WAIT, WOKEN + i64(5) + CANCELED),
+        ("not counted", wait_count(b"m", 2) + CANCEL_WAIT + add(b"m", 5), CANCELED + i64(5)),
+    ):
+        s.peer(name).asks(frames, reply)
+
+
+@case()
 def count_of_arrivals_at_a_barrier(s: Script) -> None:
     a, b, c, z = s.peers("abcz")
     a.says(wait_count(b"b", 1))

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 
+from properties.session_driver import take
 from support import HANDSHAKE, blob, keys, u64
 from tcpstore_async.base.errors import LimitError, ProtocolError
 from tcpstore_async.base.limits import Limits
-from tcpstore_async.keyspace.waiter_types import IDLE
 from tcpstore_async.session.peer import NO_PID
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
@@ -25,10 +25,8 @@ ADD = b"\x04"
 WAIT = b"\x06"
 CANCEL = b"\x0c"
 FETCH = b"\x40"
-CANCEL_FETCH = b"\x41"
 WAIT_COUNT = b"\x42"
 INTRODUCE = b"\x43"
-NO_VALUE = b"\xff" * 8
 
 
 @pytest.fixture
@@ -40,13 +38,6 @@ def join(store: Store) -> ServerSession:
     session = ServerSession(store, "owner", "10.0.0.7", 4711, 1.5)
     session.receive(HANDSHAKE)
     return session
-
-
-def take(session: ServerSession) -> bytes:
-    said = b"".join(session.out)
-    session.out.clear()
-    session.unsent -= len(said)
-    return said
 
 
 # Who it is
@@ -121,22 +112,7 @@ def test_the_size_of_an_introduction_is_limited(store: Store) -> None:
         third.receive(introduction(*[(b"", b"")] * 257))
 
 
-def test_an_introduction_stores_nothing(store: Store) -> None:
-    session = join(store)
-    session.receive(introduction((b"rank", b"3")))
-    assert (store.keyspace.num_keys(), store.keyspace.size, store.budget.unfinished) == (0, 0, 0)
-
-
 # A value, now or later
-
-
-def test_a_fetch_replies_at_once_or_later(store: Store) -> None:
-    session, other = join(store), join(store)
-    session.receive(SET + blob(b"/k") + blob(b"v") + FETCH + blob(b"/k") + FETCH + blob(b"/j") + PING + b"\1\0\0\0")
-    assert take(session) == blob(b"v") + b"\1\0\0\0"
-    other.receive(SET + blob(b"/j") + blob(b"w"))
-    assert take(session) == blob(b"w")
-    assert store.hub.pending_flush == [session]
 
 
 def test_a_large_deferred_value_is_not_copied(store: Store) -> None:
@@ -153,42 +129,6 @@ def test_a_large_deferred_value_is_not_copied(store: Store) -> None:
         assert session.unsent == len(session.out[0]) == (8 << 20) + 8
 
 
-@pytest.mark.parametrize("cut", range(30))
-def test_a_wake_and_a_cancel_in_one_chunk(store: Store, cut: int) -> None:
-    """A connection that sets what it fetches itself: whichever comes first, and however it is cut."""
-    set_k = SET + blob(b"/k") + blob(b"v")
-    for frames, reply in (
-        (FETCH + blob(b"/k") + set_k + CANCEL_FETCH, blob(b"v") + NO_VALUE),
-        (FETCH + blob(b"/k") + CANCEL_FETCH + set_k, NO_VALUE),
-        (WAIT_COUNT + blob(b"/n") + u64(2) + ADD + blob(b"/n") + u64(5) + CANCEL, b"\0" + u64(5) + b"\1"),
-        (WAIT_COUNT + blob(b"/n") + u64(2) + CANCEL + ADD + blob(b"/n") + u64(5), b"\1" + u64(5)),
-    ):
-        fresh = Store(Limits())
-        session = join(fresh)
-        session.receive(frames[:cut])
-        session.receive(frames[cut:])
-        assert take(session) == reply
-        assert (fresh.keyspace.waiters, fresh.keyspace.counters) == ({}, {})
-
-
-def test_a_cancel_with_nothing_to_cancel(store: Store) -> None:
-    session = join(store)
-    session.receive(CANCEL_FETCH + CANCEL + CANCEL_FETCH)
-    assert take(session) == NO_VALUE + b"\1" + NO_VALUE
-
-
-@pytest.mark.parametrize("second", [FETCH + blob(b"/j"), WAIT_COUNT + blob(b"/n") + u64(1)])
-@pytest.mark.parametrize("first", [
-    FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/n") + u64(1), WAIT + keys(b"/k"), b"\x12" + blob(b"/b") + u64(2),
-])  # fmt: skip
-def test_a_second_wait_of_the_extension_closes(store: Store, first: bytes, second: bytes) -> None:
-    session = join(store)
-    with pytest.raises(ProtocolError, match="already has a pending wait"):
-        session.receive(first + second)
-    session.leave()
-    assert (store.keyspace.waiters, store.keyspace.counters) == ({}, {})
-
-
 def test_a_fetch_with_unsent_replies() -> None:
     """The value comes behind them, even if that makes them more than the high-water mark."""
     store = Store(Limits(value_bytes=100, unsent_high_water=50))
@@ -202,26 +142,7 @@ def test_a_fetch_with_unsent_replies() -> None:
     assert take(session) == blob(bytes(52))
 
 
-def test_leaving_while_it_fetches_or_counts(store: Store) -> None:
-    for frame in (FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/k") + u64(3)):
-        session = join(store)
-        session.receive(frame)
-        session.leave()
-        assert (store.keyspace.waiters, store.keyspace.counters, store.keyspace.size) == ({}, {}, 0)
-        assert (session.state, session.awaited, session.group) == (IDLE, b"", None)
-    join(store).receive(SET + blob(b"/k") + blob(b"9"))
-    assert not store.hub.pending_flush
-
-
 # The beginning
-
-
-@pytest.mark.parametrize("cut", range(1, 5))
-def test_validate_may_be_split(store: Store, cut: int) -> None:
-    session = ServerSession(store, None, "::1", 1, 0.0)
-    session.receive(HANDSHAKE[:cut])
-    session.receive(HANDSHAKE[cut:] + PING + b"\1\2\3\4")
-    assert take(session) == b"\1\2\3\4"
 
 
 @pytest.mark.parametrize("magic", [0, 0x3C85F7CF, 0xCEF7853C, 2**32 - 1])
@@ -253,27 +174,6 @@ def test_an_unknown_opcode(store: Store, opcode: int) -> None:
 # What is said
 
 
-def test_replies_keep_the_order_of_events(store: Store) -> None:
-    session, other = join(store), join(store)
-    session.receive(WAIT + keys(b"/k") + PING + b"\1\0\0\0")
-    other.receive(SET + blob(b"/k") + blob(b"v"))
-    session.receive(CANCEL + ADD + blob(b"/n") + u64(3))
-    assert take(session) == b"\1\0\0\0" + b"\0" + b"\1" + u64(3)
-    assert store.hub.pending_flush == [session]
-
-
-def test_a_session_that_wakes_itself_is_sent_that_first(store: Store) -> None:
-    session = join(store)
-    session.receive(WAIT + keys(b"/n") + ADD + blob(b"/n") + u64(3))
-    assert take(session) == b"\0" + u64(3)
-
-
-def test_a_thousand_frames_in_one_chunk(store: Store) -> None:
-    session = join(store)
-    session.receive((ADD + blob(b"/n") + u64(1)) * 1000)
-    assert take(session) == b"".join(map(u64, range(1, 1001)))
-
-
 def test_a_value_is_sent_without_a_copy(store: Store) -> None:
     session = join(store)
     session.receive(SET + blob(b"/k") + blob(bytes(1000)) + (GET + blob(b"/k")) * 2)
@@ -284,14 +184,6 @@ def test_unsent_counts_what_is_in_out(store: Store) -> None:
     session = join(store)
     session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
     assert session.unsent == sum(map(len, session.out)) == 9 * 3 + 18
-
-
-def test_a_bad_number_closes_and_changes_nothing(store: Store) -> None:
-    session = join(store)
-    with pytest.raises(ProtocolError):
-        session.receive(SET + blob(b"/k") + blob(b"x") + ADD + blob(b"/k") + u64(1))
-    session.leave()
-    assert store.keyspace.get(b"/k") == blob(b"x")
 
 
 # Going
@@ -314,18 +206,6 @@ def test_leaving_half_a_large_value_leaves_nothing(store: Store) -> None:
     session.leave()
     assert store.budget.unfinished == 0
     assert session.large_value() is None
-
-
-def test_leaving_hands_items_on(store: Store) -> None:
-    first, second, pusher = join(store), join(store), join(store)
-    first.receive(WAIT + keys(b"q"))
-    second.receive(WAIT + keys(b"q"))
-    pusher.receive(b"\x0e" + blob(b"q") + blob(b"item"))
-    assert (take(first), take(second)) == (b"\0", b"")
-    store.hub.pending_flush.clear()
-    first.leave()
-    assert take(second) == b"\0"
-    assert store.hub.pending_flush == [second]
 
 
 @pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])
