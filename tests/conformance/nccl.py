@@ -8,7 +8,6 @@ on the wire, `multiGet` WAIT and MULTI_GET. PyTorch's libuv server is the contro
 from __future__ import annotations
 
 from conformance.frames import (
-    NOT_READY,
     READY,
     WOKEN,
     barrier,
@@ -221,7 +220,10 @@ def symmetric_memory(s: Script) -> None:
 # nccl, up to PyTorch 2.14
 
 
-def _one_id(s: Script, key: bytes) -> None:
+@case
+def nccl_world_of_two(s: Script) -> None:
+    """One root SETs; the others WAIT and GET. So do pairs of ranks that have a communicator of their own."""
+    [key] = legacy_keys(WORLD, 1)
     a, b = s.peers("ab")
     b.says(wait(key))
     a.says(set_(key, unique_id(0)))
@@ -230,26 +232,8 @@ def _one_id(s: Script, key: bytes) -> None:
 
 
 @case
-def nccl_world_of_two(s: Script) -> None:
-    """One root SETs; the others WAIT and GET."""
-    [key] = legacy_keys(WORLD, 1)
-    _one_id(s, key)
-
-
-@case
 def nccl_world_of_129(s: Script) -> None:
     _exchange(s, 129, legacy_keys(WORLD, count_roots(129)), early=True, waits=1)
-
-
-@case
-def nccl_world_of_16384(s: Script) -> None:
-    _exchange(s, 16_384, legacy_keys(WORLD, count_roots(16_384)), early=True, waits=1)
-
-
-@case
-def nccl_point_to_point(s: Script) -> None:
-    """A pair of ranks has a communicator of its own, under a key of both."""
-    _one_id(s, WORLD + b"0:3")
 
 
 @case
@@ -264,15 +248,3 @@ def nccl_stale_ids(s: Script) -> None:
     a.says(set_(keys[0], unique_id(2)))
     b.asks(wait(*keys), WOKEN)
     a.asks(multi_get(*keys), blob(unique_id(2)) + blob(unique_id(1)))
-
-
-@case
-def nccl_heartbeat(s: Script) -> None:
-    """The monitor CHECKs once a second for the signal to dump, a key without prefix; whoever fails SETs it."""
-    key = b"/exception_dump"
-    a, b = s.peers("ab")
-    a.asks(check(key), NOT_READY)
-    a.asks(check(key), NOT_READY)
-    b.says(set_(key, b"1"))
-    b.asks(check(key), READY)
-    a.asks(check(key), READY)

@@ -113,12 +113,16 @@ def test_a_wait_ends_with_a_set() -> None:
     assert waiter.call("get", b"/k") == blob(b"1")
 
 
-@pytest.mark.parametrize("method", ["wait", "barrier"])
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [("wait", ([b"/k"],)), ("barrier", (b"/k", 2)), ("fetch", (b"/k",)), ("wait_count", (b"/k", 1))],
+)
 @pytest.mark.parametrize("race", [False, True])
-def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cancel_leaves_the_connection_in_step(method: str, fields: tuple[Any, ...], race: bool, seed: int) -> None:
     store = Store(Limits())
-    waiter, setter = Wire(store), Wire(store)
-    call = waiter.park("wait", [b"/k"]) if method == "wait" else waiter.park("barrier", b"/k", 2)
+    waiter, setter = Wire(store, seed), Wire(store)
+    call = waiter.park(method, *fields)
     cancel = waiter.client.cancel(call)
     if race:
         setter.call("set", b"/k", pack(b"1"))
@@ -127,6 +131,9 @@ def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None
     assert waiter.call("ping", 9) == 9
     with pytest.raises(RuntimeError, match="only a blocking call can be canceled"):
         waiter.client.cancel(call)
+    setter.call("set", b"/k", pack(b"2"))
+    assert waiter.fetch() == []
+    assert waiter.call("get", b"/k") == pack(b"2")
 
 
 def test_a_call_is_canceled_once() -> None:
@@ -298,24 +305,6 @@ def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:
     assert client.receive(pack(b"v")) == [call]
     with pytest.raises(RuntimeError, match="only a blocking call"):
         client.cancel(call)
-
-
-@pytest.mark.parametrize("race", [False, True])
-@pytest.mark.parametrize("method", ["fetch", "wait_count"])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, race: bool, seed: int) -> None:
-    store = Store(Limits())
-    waiter, setter = Wire(store, seed), Wire(store)
-    call = waiter.park("fetch", b"/k") if method == "fetch" else waiter.park("wait_count", b"/k", 1)
-    cancel = waiter.client.cancel(call)
-    if race:
-        setter.call("set", b"/k", pack(b"1"))
-    assert waiter.carry(cancel) == [call]
-    assert (call.done, call.canceled, call.woken) == (True, True, race)
-    assert waiter.call("ping", 9) == 9
-    setter.call("set", b"/k", pack(b"2"))
-    assert waiter.fetch() == []
-    assert waiter.call("fetch", b"/k") == pack(b"2")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from conformance.frames import (
     set_,
     wait,
 )
+from properties.session_driver import take
 from support import HANDSHAKE, blob
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import BudgetError, NotAllowedError, PeerError, ProtocolError
@@ -44,9 +45,7 @@ from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.session.transport import Transport
 from tcpstore_async.wire.commands import SERVER_KEY
-from tcpstore_async.wire.values import unpack
-
-EMPTY = bytes(8)
+from tcpstore_async.wire.values import EMPTY, unpack
 
 
 class Server:
@@ -59,10 +58,13 @@ class Server:
         self.closed: dict[Peer, str] = {}
         self.port = 0
 
-    def connect(self) -> ServerSession:
+    def connect(self, access: Access | None = None) -> ServerSession:
+        """Return a session, with a token if need be."""
         self.port += 1
         session = ServerSession(self.store, None, "10.0.0.7", self.port, 0.0)
         session.receive(HANDSHAKE)
+        if access is not None:
+            session.grant_access(access)
         return session
 
     def say(self, session: ServerSession, data: bytes) -> bytes:
@@ -75,13 +77,11 @@ class Server:
     def enter(self, session: ServerSession, name: str, **items: object) -> dict[str, Any]:
         return reply(self.say(session, enter(name, **items)))
 
-    def owner(self, name: str, owner: str = "o", **items: object) -> ServerSession:
-        session = self.connect()
-        assert self.enter(session, name, owner=owner, pid=77, host="n1", **items)["status"] == "entered"
-        return session
+    def owner(self, name: str, owner: str = "o", access: Access | None = None, **items: object) -> ServerSession:
+        return self.rank(name, access, owner=owner, pid=77, host="n1", **items)
 
-    def rank(self, name: str, **items: object) -> ServerSession:
-        session = self.connect()
+    def rank(self, name: str, access: Access | None = None, **items: object) -> ServerSession:
+        session = self.connect(access)
         assert self.enter(session, name, **items)["status"] == "entered"
         return session
 
@@ -104,13 +104,6 @@ class Server:
                 session.leave()
             self.store.hub.pending_flush.clear()
             more = more or bool(self.store.keyspace.work)
-
-
-def take(session: ServerSession) -> bytes:
-    said = b"".join(session.out)
-    session.out.clear()
-    session.unsent -= len(said)
-    return said
 
 
 def reply(raw: bytes) -> dict[str, Any]:
@@ -501,8 +494,7 @@ def refused(server: Server, session: ServerSession, request: bytes) -> str:
 
 
 def test_another_token_presented_while_it_waits_for_a_store(server: Server) -> None:
-    session = server.connect()
-    session.grant_access(Access("t", store="a"))
+    session = server.connect(Access("t", store="a"))
     assert server.say(session, enter("a")) == b""
     session.grant_access(Access("u", store="b"))
     server.owner("a")
@@ -511,31 +503,24 @@ def test_another_token_presented_while_it_waits_for_a_store(server: Server) -> N
 
 
 def test_a_token_for_a_store_opens_that_one_only(server: Server) -> None:
-    session = server.connect()
-    session.grant_access(Access("t", store="a"))
+    session = server.connect(Access("t", store="a"))
     assert refused(server, session, enter("b", owner="o")) == "token t is only for the store 'a', not for 'b'"
     for command in (set_(b"/k", b"v"), get(b"/k"), b"\x07"):
-        other = server.connect()
-        other.grant_access(Access("t", store="a"))
+        other = server.connect(Access("t", store="a"))
         with pytest.raises(NotAllowedError, match="token t is only for the store 'a'"):
             server.say(other, command)
-    session = server.connect()
-    session.grant_access(Access("t", store="a"))
-    assert server.enter(session, "a", owner="o")["status"] == "entered"
+    session = server.owner("a", access=Access("t", store="a"))
     assert server.say(session, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
 
 
 def test_a_token_that_reads_owns_no_store(server: Server) -> None:
-    session = server.connect()
-    session.grant_access(Access("t", "read"))
+    session = server.connect(Access("t", "read"))
     assert (
         refused(server, session, enter("a", owner="o"))
         == "token t grants only read access, but the owner of a store needs write access"
     )
     server.owner("a")
-    session = server.connect()
-    session.grant_access(Access("t", "read"))
-    assert server.enter(session, "a")["status"] == "entered"
+    session = server.rank("a", Access("t", "read"))
     with pytest.raises(NotAllowedError):
         server.say(session, set_(b"/k", b"v"))
 
@@ -543,8 +528,7 @@ def test_a_token_that_reads_owns_no_store(server: Server) -> None:
 @pytest.mark.parametrize("access", [Access("t", prefix="17/"), Access("t", "admin", "17/")])
 def test_a_token_for_a_prefix_owns_no_store(server: Server, access: Access) -> None:
     """Or its holder could take the name of another job's store, and end that."""
-    session = server.connect()
-    session.grant_access(access)
+    session = server.connect(access)
     assert (
         refused(server, session, enter("node7:4711", owner="evil"))
         == "token t is only for keys with the prefix '17/'; to own 'node7:4711' takes a token for that store or for "
@@ -552,21 +536,15 @@ def test_a_token_for_a_prefix_owns_no_store(server: Server, access: Access) -> N
     )
     assert not server.named.stores
     for allowed in (Access("t", store="node7:4711"), Access("t"), Access("t", store="node7:4711", prefix="17/")):
-        session = server.connect()
-        session.grant_access(allowed)
-        assert server.enter(session, "node7:4711", owner="o")["status"] == "entered"
-        rank = server.connect()
-        rank.grant_access(access)
-        assert server.enter(rank, "node7:4711")["status"] == "entered"
+        session = server.owner("node7:4711", access=allowed)
+        server.rank("node7:4711", access)
         server.leave(session)
 
 
 def test_the_limits_of_a_token_count_in_all_stores(server: Server) -> None:
     token = Access("t", max_keys=3)
     for name in ("a", "b"):
-        session = server.connect()
-        session.grant_access(token)
-        assert server.enter(session, name, owner="o")["status"] == "entered"
+        session = server.owner(name, access=token)
         server.say(session, set_(b"/1", b""))
     server.say(session, set_(b"/2", b""))
     with pytest.raises(NotAllowedError, match="3 of the 3 allowed for token"):
@@ -577,9 +555,7 @@ def test_a_token_that_was_forgotten_counts_again_in_a_store_that_it_was_in(serve
     token = Access("t", max_keys=3)
     server.owner("a")
     for _ in range(2):
-        session = server.connect()
-        session.grant_access(token)
-        assert server.enter(session, "a")["status"] == "entered"
+        session = server.rank("a", token)
         server.say(session, set_(b"/1", b"") + delete(b"/1"))
         server.leave(session)
         assert not server.store.hub.auth.usage
@@ -613,8 +589,7 @@ def test_who_enters_a_store_does_not_escape_that_its_token_is_revoked(server: Se
 
 
 def test_what_is_counted_for_a_token_lasts_while_its_only_session_enters_a_store(server: Server) -> None:
-    session = server.connect()
-    session.grant_access(Access("t", max_sessions=1))
+    session = server.connect(Access("t", max_sessions=1))
     usage = server.store.hub.auth.usage["t"]
     server.owner("a")
     assert server.enter(session, "a")["status"] == "entered"
@@ -625,13 +600,10 @@ def test_what_is_counted_for_a_token_lasts_while_its_only_session_enters_a_store
 
 def test_what_ends_with_a_store_counts_for_no_token(server: Server) -> None:
     token = Access("t", max_keys=3)
-    nameless = server.connect()
-    nameless.grant_access(token)
+    nameless = server.connect(token)
     server.say(nameless, set_(b"/1", b""))
     for _ in range(3):
-        owner = server.connect()
-        owner.grant_access(token)
-        assert server.enter(owner, "a", owner="o")["status"] == "entered"
+        owner = server.owner("a", access=token)
         server.say(owner, set_(b"/1", b"") + set_(b"/2", b""))
         server.leave(owner)
     assert server.store.hub.auth.usage["t"].keys == 1
@@ -1027,8 +999,7 @@ def test_who_finds_no_store_is_told_which_there_are(server: Server) -> None:
 
 def test_a_token_for_one_store_tells_of_no_other(server: Server) -> None:
     server.owner("any:4711", addresses=ANY)
-    session = server.connect()
-    session.grant_access(Access("t", store="n1:4711"))
+    session = server.connect(Access("t", store="n1:4711"))
     found = server.enter(session, "n1:4711", addresses="10.0.0.1:4711", wait=0)
     assert found == {"status": "ended", "reason": "there is no store 'n1:4711'"}
 
