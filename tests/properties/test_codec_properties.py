@@ -151,6 +151,7 @@ def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject
     for end in range(len(encoded)):
         result, need = codec.decode(encoded[:end], 0, end, count)
         if isinstance(result, PartialReply):
+            result.whole = len(result.items)
             assert result.decode(encoded, result.at, len(encoded)) == (sent, len(encoded))
         else:
             assert result is None
