@@ -34,14 +34,6 @@ def test_keys_near_a_missing_one_with_age_and_writer() -> None:
     assert facts["sessions"][0]["peer"]["rank"] == "1"
 
 
-def test_without_a_history_there_are_no_writers_nor_ages() -> None:
-    world = World(observed=False)
-    world.connect(0)
-    world.set(0, b"/k_5")
-    assert world.ask(0, b"/k_6") == {"absent": [[0, 0]], "similar": [["/k_5", 0]]}
-    assert world.ask(0, counter=b"init/", expected=3) == {"counters": [{"key": "init/", "value": 1}]}
-
-
 def test_the_writers_of_the_keys_and_other_sessions() -> None:
     world = world_of(8)
     for rank in (0, 1, 2, 4, 5, 6):
@@ -57,19 +49,6 @@ def test_the_writers_of_the_keys_and_other_sessions() -> None:
     assert (other["peer"]["rank"], other["wait"], other["idle"]) == ("3", {"for": "keys", "keys": ["/never"]}, 70.0)
     assert facts["worlds"] == {"8": 8}
     assert len(facts["departed"]) == 1
-
-
-def test_who_has_arrived_at_a_counter() -> None:
-    world = world_of(8)
-    for rank in (0, 2, 3, 4, 5, 7):
-        world.barrier(rank, b"/bar", 8)
-    world.fetch(1, b"/weights")
-    facts = world.ask(0, counter=b"/bar", expected=8)
-    (counter, joined) = facts["counters"]
-    assert counter["ranks"] == [[0, 0], [2, 5], [7, 7]]
-    assert (counter["value"], counter["known"], counter["joined"], counter["told"]) == (6, 6, 6, 6)
-    assert [one["peer"]["rank"] for one in facts["sessions"]] == ["1", "6"]
-    assert joined == {"key": "init/", "value": 8, "members": [one["id"] for one in facts["sessions"]]}
 
 
 def test_what_is_listed_is_bounded() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from support import blob, keys, u64
-from tcpstore_async.base.errors import LimitError
 from tcpstore_async.base.limits import KIB, MIB, Limits
 from tcpstore_async.wire.codecs import (
     COUNTED_KEYS,
@@ -140,12 +139,3 @@ def test_an_incomplete_list_keeps_its_items() -> None:
     assert rest.held() > 18
     remaining = whole[18:]
     assert rest.decode(fields, remaining, 0, len(remaining), LIMITS) == (([b"/a", b"/b", b"/c"],), len(remaining))
-
-
-@pytest.mark.parametrize("length", [2**63 - 1, 2**63, 2**64 - 1, 2**64 - 16])
-@pytest.mark.parametrize("codec", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_3_I64, KEY_VALUE_VALUE, KEYS, ITEMS])
-def test_absurd_lengths(codec: RequestCodec, length: int) -> None:
-    data = u64(length) + bytes(64)
-    with pytest.raises(LimitError) as error:
-        codec.decode(fields, data, 0, len(data), LIMITS)
-    assert error.value.size == length
