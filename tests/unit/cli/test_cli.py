@@ -106,25 +106,16 @@ def test_ready_line(tmp_path: Path) -> None:
         assert f"listening on 127.0.0.1:{port}, up to " in stderr
 
 
-def test_port_file(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "port"
-    file.parent.mkdir()
-    with serving(tmp_path, "--port", "0", "--port-file", str(file)) as process:
-        event = ready(process)
-        assert file.read_text() == f"{event['port']}\n"
-        assert list(file.parent.iterdir()) == [file]  # no temporary file stays behind
-        end(process)
-
-
 def test_port_file_is_replaced_atomically(tmp_path: Path) -> None:
-    file = tmp_path / "port"
+    file, other_name = tmp_path / "folder" / "port", tmp_path / "same"
+    file.parent.mkdir()
     file.write_text("an old port, and a long one\n")
-    other_name = tmp_path / "same"
     other_name.hardlink_to(file)
     with serving(tmp_path, "--port", "0", "--port-file", str(file)) as process:
         event = ready(process)
         assert file.read_text() == f"{event['port']}\n"
         assert other_name.read_text() == "an old port, and a long one\n"  # replaced, not overwritten
+        assert list(file.parent.iterdir()) == [file]  # no temporary file stays behind
         end(process)
 
 
@@ -247,10 +238,9 @@ def test_foreign_host(tmp_path: Path) -> None:
 # Shutdown
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_exits_at_once_without_connections(number: int) -> None:
+def test_sigterm_ends_at_once_without_connections() -> None:
     with tcpstore_server("--grace", "100000") as server:
-        assert server.stop(number) == 0
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_sigint_does_not_wait_for_connections() -> None:
@@ -360,13 +350,6 @@ def test_bad_options_as_a_process(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_version_and_help(tmp_path: Path) -> None:
-    version = CliRunner().invoke(main, ["--version"])
-    assert version.exit_code == 0
-    assert "tcpstore" in version.output or "version" in version.output
-    assert "serve" in CliRunner().invoke(main, ["--help"]).output
-
-
 def test_the_tests_run_outside_the_checkout(tmp_path: Path) -> None:
     """The server processes import the same package as the tests."""
     found = subprocess.run(
@@ -425,7 +408,8 @@ def test_a_log_level() -> None:
     assert all(" WARNING " in line for line in lines), lines
 
 
-def test_options_of_other_processes_are_hidden() -> None:
+def test_help_shows_commands_and_hides_options_of_other_processes() -> None:
+    assert "serve" in CliRunner().invoke(main, ["--help"]).output
     for command, hidden in (
         ("serve", ["--owner-pid", "--control-fd"]),
         ("relay", ["--owner-fd"]),

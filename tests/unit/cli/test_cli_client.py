@@ -97,17 +97,6 @@ def test_add_to_text_exits_with_1(backend: tuple[str, Run]) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_full_disk_exits_with_1() -> None:
-    command = [sys.executable, "-m", "tcpstore_async", "completion", "bash"]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT, check=False)
-    assert (done.returncode, done.stderr) == (
-        1,
-        b"Error: cannot write to standard output: No space left on device\n",
-    )
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_an_item_that_cannot_be_printed_goes_back() -> None:
     with tcpstore_server() as server:
         words = ["--url", f"tcp://127.0.0.1:{server.port}"]
@@ -139,13 +128,6 @@ def test_unreachable_server_exits_with_4() -> None:
         assert done.returncode == 4
         assert f"(127.0.0.1, {port})".encode() in done.stderr
         assert done.stderr.count(b"\n") == 1
-
-
-@pytest.mark.parametrize(
-    "words", [["get"], ["get", "a", "--url", "http://x"], ["add", "n", "x"], ["queue"], ["nonsense"]]
-)
-def test_usage_error_exits_with_2(words: list[str]) -> None:
-    assert tcpstore(*words).returncode == 2
 
 
 def test_info_local() -> None:

@@ -225,13 +225,10 @@ def test_options_before_the_command(url: str) -> None:
     assert b"No such option" in run(url, "--prot", "1", "get").stderr
 
 
-@pytest.mark.parametrize(
-    ("amount", "said"), [("abc", b"'abc' is not an integer"), (str(2**63), b"is out of range for a 64-bit integer")]
-)
-def test_invalid_amount(url: str, amount: str, said: bytes) -> None:
-    done = run(url, "add", "n", amount)
+def test_invalid_amount(url: str) -> None:
+    done = run(url, "add", "n", str(2**63))
     assert done.returncode == 2
-    assert said in done.stderr
+    assert b"is out of range for a 64-bit integer" in done.stderr
 
 
 def test_error_names_the_exceeded_limit(url: str) -> None:
