@@ -33,7 +33,7 @@ from conformance.frames import (
     set_,
     wait,
 )
-from conformance.script import CLOSED, NO_REPLY, Answer, Script, Writer
+from conformance.script import CLOSED, NO_REPLY, Answer, Peer, Script, Writer
 from support import HANDSHAKE, blob, keys, u64
 
 _CASES: list[Script] = []
@@ -751,6 +751,16 @@ def barrier_that_is_not_full_is_there_for_new_waiters_only(s: Script) -> None:
 # Queues: as PyTorch has them
 
 
+def _item_for_the_first(s: Script, waiting: str) -> list[Peer]:
+    """Return peers that wait for an item, of which the first has been woken for one, and who has pushed that."""
+    *peers, z = s.peers(waiting + "z")
+    for peer in peers:
+        peer.says(wait(b"q"))
+    z.says(push(b"q", b"1"))
+    peers[0].hears(WOKEN)
+    return [*peers, z]
+
+
 @case()
 def queue_is_first_in_first_out(s: Script) -> None:
     a = s.peer("a")
@@ -760,11 +770,7 @@ def queue_is_first_in_first_out(s: Script) -> None:
 
 @case()
 def one_push_wakes_one_of_two(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, z = _item_for_the_first(s, "ab")
     b.hears(NO_REPLY)
     a.asks(pop(b"q"), popped(1, b"1"))
     b.hears(NO_REPLY)
@@ -788,11 +794,7 @@ def two_pushes_wake_two(s: Script) -> None:
 
 @case()
 def pop_can_take_what_a_woken_waiter_was_about_to_pop(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, z = _item_for_the_first(s, "ab")
     z.asks(pop(b"q"), popped(1, b"1"))
     a.asks(pop(b"q"), i64(0))
     b.hears(NO_REPLY)
@@ -856,11 +858,7 @@ def queue_waiter_that_leaves_before_a_push(s: Script) -> None:
 
 @case("Q1")
 def served_waiter_goes_to_the_end_of_the_line(s: Script) -> None:
-    a, b, c, z = s.peers("abcz")
-    for peer in (a, b, c):
-        peer.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, c, z = _item_for_the_first(s, "abc")
     a.asks(pop(b"q"), popped(1, b"1"))
     a.says(wait(b"q"))
     for number, (peer, torch) in enumerate(((b, NO_REPLY), (c, NO_REPLY), (a, Answer(WOKEN))), 2):
@@ -945,11 +943,7 @@ def wait_counts_a_queue_down_though_it_is_emptied(s: Script) -> None:
 
 @case("Q4")
 def woken_waiter_that_dies_hands_on(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, _ = _item_for_the_first(s, "ab")
     a.leaves()
     b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
@@ -957,11 +951,7 @@ def woken_waiter_that_dies_hands_on(s: Script) -> None:
 
 @case("Q4")
 def a_row_of_woken_waiters_that_die(s: Script) -> None:
-    a, b, c, d, z = s.peers("abcdz")
-    for peer in (a, b, c, d):
-        peer.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, c, d, _ = _item_for_the_first(s, "abcd")
     a.leaves()
     b.hears(WOKEN, NO_REPLY)
     b.leaves()
@@ -974,11 +964,7 @@ def a_row_of_woken_waiters_that_die(s: Script) -> None:
 def _goes_on(name: str, frame: bytes, reply: bytes) -> None:
     @case("Q4", f"woken_waiter_goes_on_without_popping[{name}]")
     def _(s: Script) -> None:
-        a, b, z = s.peers("abz")
-        a.says(wait(b"q"))
-        b.says(wait(b"q"))
-        z.says(push(b"q", b"1"))
-        a.hears(WOKEN)
+        a, b, _ = _item_for_the_first(s, "ab")
         a.asks(frame, reply)
         b.hears(WOKEN, NO_REPLY)
         b.asks(pop(b"q"), popped(1, b"1"))
@@ -1002,11 +988,7 @@ for _name, _frame, _reply in (
 
 @case("Q4")
 def woken_waiter_that_is_refused_hands_on(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, _ = _item_for_the_first(s, "ab")
     a.asks(b"\x13", CLOSED)
     b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
@@ -1025,11 +1007,7 @@ def cancel_that_crosses_the_wake_hands_on(s: Script) -> None:
 
 @case("Q4")
 def woken_waiter_that_pushes_hands_on(s: Script) -> None:
-    a, b, c, z = s.peers("abcz")
-    for peer in (a, b, c):
-        peer.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, c, _ = _item_for_the_first(s, "abc")
     a.says(push(b"q", b"2"))
     b.hears(WOKEN)
     c.hears(WOKEN, NO_REPLY)
@@ -1039,11 +1017,7 @@ def woken_waiter_that_pushes_hands_on(s: Script) -> None:
 
 @case("Q4")
 def half_a_pop_and_then_gone_hands_on(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, _ = _item_for_the_first(s, "ab")
     a.says(pop(b"q")[:-1])
     b.hears(NO_REPLY)
     a.leaves()
@@ -1053,11 +1027,7 @@ def half_a_pop_and_then_gone_hands_on(s: Script) -> None:
 
 @case("Q4")
 def woken_waiter_that_waits_again_keeps_its_item(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, _ = _item_for_the_first(s, "ab")
     a.asks(wait(b"q"), WOKEN)
     b.hears(NO_REPLY)
     a.leaves()
@@ -1067,11 +1037,7 @@ def woken_waiter_that_waits_again_keeps_its_item(s: Script) -> None:
 
 @case()
 def nothing_to_hand_on_after_another_pop(s: Script) -> None:
-    a, b, z = s.peers("abz")
-    a.says(wait(b"q"))
-    b.says(wait(b"q"))
-    z.says(push(b"q", b"1"))
-    a.hears(WOKEN)
+    a, b, z = _item_for_the_first(s, "ab")
     z.asks(pop(b"q"), popped(1, b"1"))
     a.leaves()
     b.hears(NO_REPLY)
