@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from properties.fleet import Command
-from properties.session_driver import greeted
+from properties.session_driver import greeted, take
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.leases import MAX_LEASES
@@ -19,6 +19,8 @@ from tcpstore_async.wire.values import PREFIX, pack, size, unpack
 MIB = 1 << 20
 
 KEYS = [b"k%d" % number for number in range(10)]
+PAIRS = [(key, b"new") for key in KEYS]
+NEW = pack(b"new")
 
 
 @pytest.fixture
@@ -40,28 +42,17 @@ def finish(*sessions: ServerSession) -> None:
             session.store.keyspace.step()
 
 
-def heard(session: ServerSession) -> bytes:
-    said = b"".join(session.out)
-    session.out.clear()
-    session.unsent = 0
-    return said
+def parked(store: Store, *keys: bytes) -> ServerSession:
+    """Return a session that waits for KEYS, and for these."""
+    session = greeted(store)
+    ask(session, "wait", [*KEYS, *keys])
+    finish(session)
+    return session
 
 
 def nothing_is_left(store: Store) -> bool:
     keyspace = store.keyspace
     return not (keyspace.waiters or keyspace.holes) and keyspace.parked == 0 and not keyspace.work
-
-
-def test_a_session_that_leaves_while_parking_leaves_nothing(store: Store) -> None:
-    session = greeted(store)
-    ask(session, "wait", KEYS)
-    session.receive(b"")
-    assert session.running is not None
-    assert store.keyspace.waiters
-    session.leave()
-    while store.keyspace.work:
-        store.keyspace.step()
-    assert nothing_is_left(store)
 
 
 @pytest.mark.parametrize("alike", [1, 2], ids=["each for its own keys", "in pairs for one list"])
@@ -82,61 +73,10 @@ def test_registrations_of_many_who_leave_at_once_are_dropped_in_steps(alike: int
     assert nothing_is_left(store)
 
 
-def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(store: Store) -> None:
-    gone, waiting, other = greeted(store), greeted(store), greeted(store)
-    for session in (gone, waiting):
-        ask(session, "wait", KEYS)
-        finish(session)
-    gone.leave()
-    for key in KEYS:
-        ask(other, "queue_push", key, b"item")
-    assert heard(waiting) == b"\0"
-    finish(other)
-    assert nothing_is_left(store)
-
-
-def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(store: Store) -> None:
-    early, late, many, other = greeted(store), greeted(store), greeted(store), greeted(store)
-    ask(many, "wait", KEYS)
-    finish(many)
-    ask(other, "multi_set", [(key, b"0") for key in KEYS])
-    while other.running is not None:
-        other.receive(b"")
-    assert store.keyspace.work
-    ask(late, "barrier", b"k9", 2)
-    finish(other)
-    assert (heard(many), heard(late)) == (b"\0", b"")
-    ask(early, "barrier", b"k9", 2)
-    assert (heard(early), heard(late)) == (b"\0", b"\0")
-    assert nothing_is_left(store)
-
-
-def test_a_second_multi_set_of_awaited_keys_follows_the_first(store: Store) -> None:
-    many, fetching, first, second = greeted(store), greeted(store), greeted(store), greeted(store)
-    ask(many, "wait", KEYS)
-    finish(many)
-    ask(fetching, "fetch", b"k9")
-    ask(first, "multi_set", PAIRS)
-    ask(second, "multi_set", [(key, b"newer") for key in KEYS])
-    while first.running is not None or second.running is not None:
-        for session in (first, second):
-            if session.running is not None:
-                session.receive(b"")
-        if store.keyspace.work:
-            store.keyspace.step()
-    finish(first)
-    assert (heard(many), heard(fetching)) == (b"\0", NEW)
-    assert store.keyspace.values[b"k9"] == pack(b"newer")
-    assert nothing_is_left(store)
-
-
 def test_a_multi_set_that_follows_another_counts_while_it_waits(store: Store) -> None:
-    many, first, second = greeted(store), greeted(store), greeted(store)
-    ask(many, "wait", KEYS)
-    finish(many)
+    parked(store)
+    first, second = greeted(store), greeted(store)
     ask(first, "multi_set", PAIRS)
-    while first.running is not None:
-        first.receive(b"")
     ask(second, "multi_set", PAIRS)
     for _ in KEYS:
         second.receive(b"")
@@ -152,25 +92,7 @@ def test_a_cancel_behind_a_long_wait_follows_it(store: Store) -> None:
     session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
     assert session.stalled()
     finish(session)
-    assert heard(session) == b"\x01" + (7).to_bytes(4, "little")
-    assert nothing_is_left(store)
-
-
-def test_a_key_counts_from_the_step_that_looks_at_it(store: Store) -> None:
-    """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
-    session, other = greeted(store), greeted(store)
-    ask(session, "wait", KEYS)
-    session.receive(b"")
-    ask(other, "set", KEYS[9], b"")
-    ask(other, "delete_key", KEYS[9])
-    ask(other, "set", KEYS[0], b"")
-    ask(other, "delete_key", KEYS[0])
-    finish(session)
-    for key in KEYS[1:9]:
-        ask(other, "set", key, b"")
-    assert heard(session) == b""
-    ask(other, "set", KEYS[9], b"")
-    assert heard(session) == b"\0"
+    assert take(session) == b"\x01" + (7).to_bytes(4, "little")
     assert nothing_is_left(store)
 
 
@@ -179,10 +101,10 @@ def test_a_second_wait_follows_a_long_first_one(store: Store) -> None:
     session.receive(Command("wait", KEYS).frame + Command("wait", [b"x"]).frame)
     finish(session)
     ask(other, "set", b"x", b"")
-    assert heard(session) == b"\0"
+    assert take(session) == b"\0"
     ask(session, "cancel_wait")
     finish(session)
-    assert heard(session) == b"\x01"
+    assert take(session) == b"\x01"
     assert nothing_is_left(store)
 
 
@@ -194,7 +116,7 @@ def test_a_long_read_is_executed_at_once(store: Store, name: str, reply: bytes) 
         ask(other, "set", key, b"1")
     ask(session, name, KEYS)
     assert session.running is None
-    assert heard(session) == reply
+    assert take(session) == reply
     assert store.keyspace.work
     finish(session)
     assert nothing_is_left(store)
@@ -212,45 +134,21 @@ def test_many_waiters_are_woken_in_order_of_arrival(store: Store, wait: tuple[st
     assert store.hub.pending_flush == waiting
 
 
-def test_waiters_may_leave_while_many_are_woken(store: Store) -> None:
-    waiting = [greeted(store) for _ in range(10)]
-    other = greeted(store)
-    for session in waiting:
-        ask(session, "wait", [b"k"])
-    ask(other, "set", b"k", b"")
-    assert store.keyspace.work
-    for session in waiting[::2]:
-        session.leave()
-    ask(waiting[1], "ping", 7)
-    assert heard(waiting[1]) == b"\0" + (7).to_bytes(4, "little")
-    finish(other)
-    assert [heard(session) for session in waiting[3::2]] == [b"\0"] * 4
-    assert nothing_is_left(store)
-
-
-PAIRS = [(key, b"new") for key in KEYS]
-
-
 def left_of(*sessions: ServerSession) -> int:
     return sum(len(session.parked or ()) for session in sessions)
 
 
 def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(store: Store) -> None:
-    waiting = [greeted(store) for _ in range(4)]
+    waiting = [parked(store) for _ in range(4)]
     other = greeted(store)
-    for session in waiting:
-        ask(session, "wait", KEYS)
-        finish(session)
     ask(other, "multi_set", PAIRS)
-    while other.running is not None:
-        other.receive(b"")
     left = left_of(*waiting)
     assert left >= (len(KEYS) - 1) * len(waiting)
     while store.keyspace.work:
         store.keyspace.step()
         assert left - left_of(*waiting) <= store.keyspace.portion
         left = left_of(*waiting)
-    assert [heard(session) for session in waiting] == [b"\0"] * 4
+    assert [take(session) for session in waiting] == [b"\0"] * 4
     assert nothing_is_left(store)
 
 
@@ -283,14 +181,14 @@ def test_many_pushes_at_once_let_others_in_between() -> None:
         b"".join([Command("queue_push", key, pack(b"v")).frame for key in KEYS]) + Command("queue_len", KEYS[-1]).frame
     )
     done = [left - left_of(*waiting)]
-    assert heard(session) == b""
+    assert take(session) == b""
     while session.stalled():
         left = left_of(*waiting)
         session.receive(b"")
         done.append(left - left_of(*waiting))
     assert max(done) <= store.keyspace.portion + len(waiting)
     assert sum(done) == len(KEYS) * len(waiting)
-    assert heard(session) == (1).to_bytes(8, "little")
+    assert take(session) == (1).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -310,7 +208,7 @@ def test_items_that_go_back_and_end_no_wait_are_offered_in_steps(taken: bool) ->
     holder.leave()
     steps = [store.keyspace.taken - before]
     assert store.keyspace.queue_len(queues[-1]) == 1
-    assert heard(waiting) == b""
+    assert take(waiting) == b""
     if taken:
         ask(other, "queue_pop", queues[-1])
     while store.keyspace.work:
@@ -319,7 +217,7 @@ def test_items_that_go_back_and_end_no_wait_are_offered_in_steps(taken: bool) ->
         steps.append(store.keyspace.taken - before)
     assert max(steps) < 6000
     assert sum(steps) >= 12 * 999
-    assert heard(waiting) == (b"" if taken else b"\0")
+    assert take(waiting) == (b"" if taken else b"\0")
 
 
 @pytest.mark.interpreted("no method of a compiled class can be replaced")
@@ -344,76 +242,34 @@ def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None
 def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
     store: Store, wait: tuple[str, object]
 ) -> None:
-    many, waiter, other = greeted(store), greeted(store), greeted(store)
-    ask(many, "wait", KEYS)
-    finish(many)
+    parked(store)
+    waiter, other = greeted(store), greeted(store)
     ask(waiter, *wait)
     ask(other, "multi_set", PAIRS)
-    while other.running is not None:
-        other.receive(b"")
     ask(other, "delete_key", b"k9")
     ask(other, "queue_push", b"k9", b"late")
     finish(other)
-    assert heard(waiter) == (NEW if wait[0] == "fetch" else bytes(8))
-
-
-def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(store: Store) -> None:
-    session, other = greeted(store), greeted(store)
-    ask(session, "wait", KEYS)
-    finish(session)
-    ask(other, "multi_set", PAIRS)
-    while other.running is not None:
-        other.receive(b"")
-    ask(session, "ping", 7)
-    assert heard(session) == b""
-    finish(session)
-    assert heard(session) == b"\0" + (7).to_bytes(4, "little")
-    assert nothing_is_left(store)
+    assert take(waiter) == (NEW if wait[0] == "fetch" else bytes(8))
 
 
 def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(store: Store) -> None:
-    session = greeted(store)
-    ask(session, "wait", KEYS)
-    finish(session)
+    session = parked(store)
     session.receive(Command("multi_set", PAIRS).frame + Command("ping", 7).frame)
     finish(session)
-    assert heard(session) == b"\0" + (7).to_bytes(4, "little")
-    assert nothing_is_left(store)
-
-
-def test_waiters_for_many_keys_that_are_set_may_leave(store: Store) -> None:
-    waiting = [greeted(store) for _ in range(3)]
-    other = greeted(store)
-    for session in waiting:
-        ask(session, "wait", KEYS)
-        finish(session)
-    waiting[0].leave()  # its registrations are dropped behind what follows, or before
-    ask(other, "multi_set", PAIRS)
-    while other.running is not None:
-        other.receive(b"")
-    waiting[1].leave()
-    finish(other)
-    assert heard(waiting[2]) == b"\0"
+    assert take(session) == b"\0" + (7).to_bytes(4, "little")
     assert nothing_is_left(store)
 
 
 def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(store: Store) -> None:
-    first, second, other = greeted(store), greeted(store), greeted(store)
-    ask(first, "wait", [*KEYS, b"q"])
-    finish(first)
+    first, second, other = parked(store, b"q"), greeted(store), greeted(store)
     ask(second, "wait", [b"q"])
     ask(other, "multi_set", PAIRS)
-    while other.running is not None:
-        other.receive(b"")
     ask(other, "queue_push", b"q", b"item")
-    assert heard(first) == b"\0"
+    assert take(first) == b"\0"
     finish(other)
-    assert heard(second) == b""
+    assert take(second) == b""
     first.leave()
-    assert heard(second) == b"\0"
-
-
-NEW = pack(b"new")
+    assert take(second) == b"\0"
 
 
 def test_a_long_multi_set_is_executed_at_once(store: Store) -> None:
@@ -426,35 +282,14 @@ def test_a_long_multi_set_is_executed_at_once(store: Store) -> None:
     assert nothing_is_left(store)
 
 
-def test_what_follows_a_long_multi_set_is_done_after_it(store: Store) -> None:
-    session = greeted(store)
-    session.receive(Command("multi_set", PAIRS).frame + Command("get", KEYS[9]).frame)
-    finish(session)
-    assert heard(session) == NEW
-
-
-def test_a_multi_set_that_follows_another_is_not_executed_if_its_peer_disconnects(store: Store) -> None:
-    many, first, second = greeted(store), greeted(store), greeted(store)
-    ask(many, "wait", KEYS)
-    finish(many)
-    ask(first, "multi_set", PAIRS)
-    ask(second, "multi_set", [(key, b"late") for key in KEYS])
-    assert second.running is not None
-    second.leave()
-    finish(first)
-    assert [store.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
-    assert nothing_is_left(store)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_long_multi_set_that_fits_once_is_not_counted_twice(waits: bool) -> None:
     """Its request is no longer held when its pairs are stored, even if it had to wait."""
     store = Store(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
-    many, first, session = greeted(store), greeted(store), greeted(store)
+    session = greeted(store)
     if waits:
-        ask(many, "wait", KEYS)
-        finish(many)
-        ask(first, "multi_set", PAIRS)
+        parked(store)
+        ask(greeted(store), "multi_set", PAIRS)
     ask(session, "multi_set", [(key, bytes(MIB // 4)) for key in KEYS])
     assert (session.held > 10 * MIB // 4) == waits
     finish(session)
@@ -518,7 +353,7 @@ def test_a_reply_may_be_as_long_as_the_limit(store: Store) -> None:
     store.keyspace.max_reply = len(expected)
     ask(session, "multi_get", KEYS)
     finish(session)
-    assert heard(session) == expected
+    assert take(session) == expected
     store.keyspace.max_reply -= 1
     with pytest.raises(PeerError, match="budget_bytes"):
         ask(session, "multi_get", KEYS)
@@ -531,14 +366,14 @@ def test_a_long_wait_hands_the_item_on_that_ended_the_one_before(store: Store) -
     for key in KEYS[1:]:
         ask(writer, "set", key, b"v")
     ask(writer, "queue_push", KEYS[0], b"item")
-    assert [heard(session) for session in (first, second, third)] == [b"\0", b"", b""]
+    assert [take(session) for session in (first, second, third)] == [b"\0", b"", b""]
     ask(first, "wait", KEYS)
     finish(first)
-    assert [heard(session) for session in (first, second, third)] == [b"\0", b"\0", b""]
+    assert [take(session) for session in (first, second, third)] == [b"\0", b"\0", b""]
     second.leave()
-    assert heard(third) == b"\0"
+    assert take(third) == b"\0"
     first.leave()
-    assert heard(third) == b""
+    assert take(third) == b""
 
 
 def test_large_values_longer_than_the_limit_are_no_reply(store: Store) -> None:
@@ -547,40 +382,10 @@ def test_large_values_longer_than_the_limit_are_no_reply(store: Store) -> None:
         ask(session, "append", b"k", bytes(4_000_000))
     store.keyspace.max_reply = 8_000_008
     ask(session, "multi_get", [b"k"])
-    assert len(heard(session)) == 8_000_008
+    assert len(take(session)) == 8_000_008
     store.keyspace.max_reply = 7_000_000
     with pytest.raises(PeerError, match="budget_bytes"):
         store.keyspace.multi_get([b"k"])
-
-
-def test_a_long_wait_replaces_a_long_one(store: Store) -> None:
-    session, writer = greeted(store), greeted(store)
-    ask(session, "wait", KEYS[:5])
-    finish(session)
-    ask(session, "wait", KEYS[4:])
-    for key in KEYS[:4]:
-        ask(writer, "set", key, b"v")
-    finish(session)
-    assert session.parked == dict.fromkeys(KEYS[4:])
-    for key in KEYS[4:]:
-        assert heard(session) == b""
-        ask(writer, "set", key, b"v")
-    assert heard(session) == b"\0"
-    assert nothing_is_left(store)
-
-
-def test_a_barrier_replaces_a_long_wait(store: Store) -> None:
-    session, other = greeted(store), greeted(store)
-    ask(session, "wait", KEYS)
-    finish(session)
-    ask(session, "barrier", b"b", 2)
-    for key in KEYS:
-        ask(other, "set", key, b"v")
-    finish(session)
-    assert heard(session) == b""
-    ask(other, "barrier", b"b", 2)
-    assert (heard(session), heard(other)) == (b"\0", b"\0")
-    assert nothing_is_left(store)
 
 
 def agents(store: Store, names: bytes, least: int) -> list[ServerSession]:
@@ -602,20 +407,20 @@ def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(s
     assert store.keyspace.work
     again = greeted(store)
     ask(again, "meet", b"job", b"d", 5, 5, left)
-    assert heard(sessions[3]) == answer(0, 3, 5)
-    assert heard(again) == (answer(0, 3, 5) if left < 0 else b"")
+    assert take(sessions[3]) == answer(0, 3, 5)
+    assert take(again) == (answer(0, 3, 5) if left < 0 else b"")
     finish(*sessions)
-    assert [heard(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
+    assert [take(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
 
 
 def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(store: Store) -> None:
     """By becoming the agent `f`, that of the first round leaves it; this forms the next one, of which `f` is part."""
     [alone] = agents(store, b"a", 1)
-    assert heard(alone) == answer(0, 0, 1)
+    assert take(alone) == answer(0, 0, 1)
     waiting = agents(store, b"bcdef", 5)
     ask(alone, "meet", b"job", b"f", 5, 5, -1)
     finish(alone)
-    assert [heard(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
+    assert [take(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
 
 
 def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(store: Store) -> None:
@@ -623,7 +428,7 @@ def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent
     ask(sessions[4], "attend", b"job", b"e", 1, 1)
     assert list(store.keyspace.rounds[b"job"].agents) == [b"e"]
     finish(*sessions)
-    assert [heard(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
+    assert [take(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
 
 
 def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(store: Store) -> None:
@@ -633,7 +438,7 @@ def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(store: St
     assert store.keyspace.work
     ask(greeted(store), "attend", b"job", b"e", 4, 0)
     finish(*waiting)
-    assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4
+    assert [take(session) for session in waiting] == [answer(0, -2, 0)] * 4
 
 
 def seventeen_await(store: Store, names: list[bytes]) -> list[ServerSession]:
@@ -663,7 +468,7 @@ def test_writes_to_many_keys_that_the_same_few_await_are_one_piece_of_work() -> 
     assert 0 < store.keyspace.parked < before / 100
     assert not store.keyspace.written
     ask(writer, "set", b"never", pack(b""))
-    assert [heard(session) for session in waiting] == [b"\0"] * 17
+    assert [take(session) for session in waiting] == [b"\0"] * 17
 
 
 def test_a_session_with_many_awaited_keys_that_were_written_goes_on_later() -> None:
@@ -674,12 +479,12 @@ def test_a_session_with_many_awaited_keys_that_were_written_goes_on_later() -> N
     for name in names:
         ask(writer, "set", name, pack(b""))
     ask(waiting[0], "ping", 7)
-    assert heard(waiting[0]) == b""
+    assert take(waiting[0]) == b""
     ask(waiting[1], "cancel_wait")
     waiting[2].leave()
     finish(*waiting)
-    assert heard(waiting[0]) == b"\x07\0\0\0"
-    assert heard(waiting[1]) == b"\1"
+    assert take(waiting[0]) == b"\x07\0\0\0"
+    assert take(waiting[1]) == b"\1"
     for session in waiting:
         session.leave()
     finish(writer)

@@ -12,7 +12,7 @@ from support import blob
 from tcpstore_async.base.errors import LimitError
 from tcpstore_async.base.limits import GIB, MEMBER_BYTES, PARKED_BYTES, Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
-from tcpstore_async.keyspace.waiter_types import IDLE, SharedWait
+from tcpstore_async.keyspace.waiter_types import SharedWait
 from tcpstore_async.session.key_list_cache import FEWEST
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
@@ -86,121 +86,13 @@ def test_one_more_waiter_costs_the_same_for_any_list(store: Store) -> None:
     assert each < 220, f"{each:.0f} bytes a waiter"
 
 
-def test_a_key_that_is_named_twice_is_registered_once(store: Store, keyspace: Keyspace) -> None:
-    sessions = parked(store, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
-    assert keyspace.waiters.keys() == {b"/a", b"/b"}
-    write(store, b"/a")
-    assert woken(sessions) == []
-    write(store, b"/b")
-    assert woken(sessions) == [0, 1, 2]
-
-
 def test_shorter_lists_are_registered_alone(store: Store, keyspace: Keyspace) -> None:
     parked(store, 3, wait=Command("wait", KEYS[:3]))
     assert groups(keyspace) == []
     assert store.key_lists.lists == {}
 
 
-def test_a_wait_after_a_delete_awaits_that_key_too(store: Store, keyspace: Keyspace) -> None:
-    write(store, b"/a")
-    early = parked(store, 3)
-    write(store, b"/b")
-    ask(greeted(store), Command("delete_key", b"/a"), Command("delete_key", b"/b"))
-    late = parked(store, 2)
-    write(store, b"/c", b"/d")
-    assert woken(early) == [0, 1, 2]
-    assert woken(late) == []
-    write(store, b"/a", b"/b")
-    assert woken(late) == [0, 1]
-
-
-def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(store: Store) -> None:
-    early = parked(store, 3)
-    ask(greeted(store), Command("barrier", b"/a", 2))
-    late = parked(store, 2)
-    write(store, b"/b", b"/c", b"/d")
-    assert woken(early) == []
-    assert woken(late) == [0, 1]
-    assert ask(greeted(store), Command("barrier", b"/a", 2)) == b"\0"
-    assert woken(early) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("how", ["queue_push", "give_back"])
-def test_a_wait_does_not_await_a_queue_that_has_items(store: Store, how: str) -> None:
-    """An item that another waiter takes is none for the group, but the queue exists."""
-    other = greeted(store)
-    if how == "give_back":
-        ask(other, Command("queue_push", b"/a", b"item"), Command("lease", b"/a", 1))
-    single = parked(store, 1, wait=Command("wait", [b"/a"]))
-    early = parked(store, 3)
-    ask(other, Command("queue_push", b"/a", b"item") if how == "queue_push" else Command("give_back", 1))
-    assert woken(single) == [0]
-    late = parked(store, 2)
-    write(store, b"/b", b"/c", b"/d")
-    assert woken(early) == []
-    assert woken(late) == [0, 1]
-
-
-def test_a_wait_awaits_a_queue_that_was_emptied(store: Store) -> None:
-    other = greeted(store)
-    ask(other, Command("queue_push", b"/a", b"item"))
-    early = parked(store, 3)
-    ask(other, Command("queue_pop", b"/a"))
-    late = parked(store, 2)
-    write(store, b"/b", b"/c", b"/d")
-    assert woken(early) == [0, 1, 2]
-    assert woken(late) == []
-    write(store, b"/a")
-    assert woken(late) == [0, 1]
-
-
-def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
-    store = Store(Limits(), portion=20)
-    parked(store, 25, wait=Command("wait", KEYS[3:]))
-    early = parked(store, 3)
-    ask(greeted(store), *(Command("set", key, b"v") for key in KEYS[2:]))
-    assert store.keyspace.work
-    late = parked(store, 2)
-    assert ask(greeted(store), Command("set", KEYS[0], b"v"), Command("delete_key", KEYS[2])) == (1).to_bytes(
-        8, "little"
-    )
-    last = parked(store, 2)
-    write(store, KEYS[1])
-    assert woken(early + late) == [0, 1, 2, 3, 4]
-    assert woken(last) == []
-    write(store, KEYS[2])
-    assert woken(last) == [0, 1]
-
-
 # Ends
-
-
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_a_member_that_goes_takes_nobody_along(store: Store, keyspace: Keyspace, how: str) -> None:
-    sessions = parked(store, 5)
-    for session in (sessions[0], sessions[3]):
-        if how == "cancel":
-            assert ask(session, CANCEL) == b"\1"
-            assert (session.state, session.group, session.weight) == (IDLE, None, 0)
-        else:
-            session.leave()
-    write(store, *KEYS)
-    assert woken(sessions) == [1, 2, 4]
-    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
-
-
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_the_last_member_ends_the_group(store: Store, keyspace: Keyspace, how: str) -> None:
-    for session in parked(store, 3):
-        if how == "cancel":
-            ask(session, CANCEL)
-        else:
-            session.leave()
-    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
-    again = parked(store, 2)
-    assert groups(keyspace) == [2]
-    write(store, *KEYS)
-    assert woken(again) == [0, 1]
 
 
 def test_a_large_group_is_woken_in_steps() -> None:
@@ -244,79 +136,7 @@ def test_a_member_is_woken_first_though_its_group_is_still_to_be_counted_down() 
     assert store.keyspace.parked == 0
 
 
-# Queues
-
-
-def test_members_take_items_one_after_the_other(store: Store, keyspace: Keyspace) -> None:
-    write(store, *KEYS[1:])
-    sessions = parked(store, 4)
-    other = greeted(store)
-    for number in range(3):
-        ask(other, Command("queue_push", b"/a", b"item"))
-        assert woken(sessions) == [number]
-    assert keyspace.handoffs == {b"/a": 3}
-    assert ask(sessions[1], Command("ping", 7)) == b"\7\0\0\0"  # leaves its item to the next
-    assert woken(sessions) == [3]
-    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
-
-
-def test_who_came_between_is_served_between(store: Store) -> None:
-    write(store, *KEYS[1:])
-    sessions = parked(store, 2)
-    sessions += parked(store, 1, wait=Command("wait", [b"/a"]))
-    sessions += parked(store, 2)
-    other = greeted(store)
-    for number in range(5):
-        ask(other, Command("queue_push", b"/a", b"item"))
-        assert woken(sessions) == [number]
-
-
-def test_another_list_that_names_the_queue_comes_between(store: Store) -> None:
-    write(store, b"/b", b"/c", b"/d", b"/e")
-    sessions = parked(store, 3)
-    sessions += parked(store, 3, wait=Command("wait", [b"/a", b"/c", b"/d", b"/e"]))
-    sessions += parked(store, 3)
-    other = greeted(store)
-    for number in range(9):
-        ask(other, Command("queue_push", b"/a", b"item"))
-        assert woken(sessions) == [number]
-
-
-def test_an_item_counts_a_group_down_that_awaits_more(store: Store, keyspace: Keyspace) -> None:
-    write(store, *KEYS[2:])
-    sessions = parked(store, 3)
-    ask(greeted(store), Command("queue_push", b"/a", b"item"))
-    assert woken(sessions) == []
-    write(store, b"/b")
-    assert woken(sessions) == [0, 1, 2]
-    assert keyspace.handoffs == {}
-
-
 # A second wait
-
-
-@pytest.mark.parametrize("second", [Command("wait", [b"/x"]), Command("barrier", b"/x", 2)], ids=["wait", "barrier"])
-def test_a_member_that_waits_again_leaves_the_group(store: Store, keyspace: Keyspace, second: Command) -> None:
-    sessions = parked(store, 3)
-    assert ask(sessions[1], second) == b""
-    assert groups(keyspace) == [1, 1]
-    assert sessions[1].parked == {b"/x": None}
-    write(store, *KEYS)
-    assert woken(sessions) == [0, 2]
-    write(store, b"/x")
-    assert woken(sessions) == [1]
-    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
-
-
-def test_a_second_wait_for_the_list_is_its_own(store: Store, keyspace: Keyspace) -> None:
-    sessions = parked(store, 2)
-    sessions += parked(store, 1, wait=Command("wait", [b"/x"]))
-    assert ask(sessions[2], WAIT) == b""
-    assert sessions[2].parked == dict.fromkeys(KEYS)
-    sessions += parked(store, 2)
-    assert groups(keyspace) == [1, 1, 2]
-    write(store, *KEYS)
-    assert woken(sessions) == [0, 1, 2, 3, 4]
 
 
 def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
@@ -375,24 +195,6 @@ def test_every_change_ends_a_kept_reply(store: Store, change: Command) -> None:
         reply = ask(session, MULTI_GET)  # before anything else reads the new value
         assert reply == b"".join(ask(other, Command("get", key)) for key in KEYS)
         assert ask(session, CHECK) == (b"\1" if change.name == "delete_key" else b"\0")
-
-
-@pytest.mark.parametrize("push", [Command("queue_push", b"/b", b"item"), Command("set", b"/b", b"v")], ids=repr)
-def test_presence_follows_keys_and_queues(store: Store, push: Command) -> None:
-    write(store, b"/a", b"/c", b"/d")
-    session = greeted(store)
-    undo = Command("queue_pop", b"/b") if push.name == "queue_push" else Command("delete_key", b"/b")
-    for _ in range(3):
-        assert ask(session, CHECK) == b"\1"
-        ask(greeted(store), push)
-        assert ask(session, CHECK) == b"\0"
-        assert ask(session, WAIT) == b"\0"
-        ask(greeted(store), undo)
-    ask(greeted(store), push)
-    assert ask(session, CHECK, Command("lease", b"/b", 1))[:1] == b"\0"
-    assert ask(session, CHECK) == (b"\1" if push.name == "queue_push" else b"\0")
-    ask(session, Command("give_back", 1))
-    assert ask(session, CHECK) == b"\0"
 
 
 def test_a_reserved_key_in_a_list(store: Store) -> None:
