@@ -60,23 +60,8 @@ def _signed(*parts: bytes, key: bytes = SECRET) -> bytes:
     return signed + b"." + mac
 
 
-def _claiming(claims: bytes) -> bytes:
-    return _signed(b"tcps1", b"k1", base64.urlsafe_b64encode(claims))
-
-
-@pytest.mark.parametrize(
-    ("claims", "reason"),
-    [
-        (b'{"id":"a","rights":"write","only_on_mondays":1}', "does not understand"),
-        (b'{"id":"a","rights":"root"}', "does not understand"),
-        (b'{"rights":"write"}', "does not understand"),
-        (b"[" * 3000, "does not understand"),
-        (b"\xff", "does not understand"),
-    ],
-)
-def test_claims_that_are_not_understood(claims: bytes, reason: str) -> None:
-    assert reason in str(KEYS.check(_signed(b"tcps1", b"k1", base64.urlsafe_b64encode(claims)), 0))
-    assert "version" in str(KEYS.check(_signed(b"tcps2", b"k1", base64.urlsafe_b64encode(claims)), 0))
+def _claiming(claims: bytes, version: bytes = b"tcps1") -> bytes:
+    return _signed(version, b"k1", base64.urlsafe_b64encode(claims))
 
 
 def test_a_key_signs_in_its_own_name_only() -> None:
@@ -221,6 +206,11 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
         b"",
         b"null",
         b'{"id":"x"}',
+        b'{"rights":"write"}',
+        b'{"id":"x","rights":"root"}',
+        b'{"id":"x","rights":"write","only_on_mondays":1}',
+        b"[" * 3000,
+        b"\xff",
         b'{"id":"","rights":"write"}',
         b'{"id":"a\\nforged line","rights":"write"}',
         b'{"id":"' + b"x" * 65 + b'","rights":"write"}',
@@ -240,6 +230,7 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_what_a_signed_token_cannot_say(claims: bytes) -> None:
     assert KEYS.check(_claiming(claims), 0) == "this server does not understand the token's contents"
+    assert "version" in str(KEYS.check(_claiming(claims, b"tcps2"), 0))
 
 
 @pytest.mark.parametrize("expires", [-1, -(10**17), -(10**30)])
