@@ -171,132 +171,7 @@ def test_a_value_under_append_is_copied_once_for_all_fetches(store: Store, keysp
     assert b"".join(heard(sessions[0])) == pack(b"1" + bytes(MIB))
 
 
-def test_a_fetch_takes_no_item_from_other_waiters(store: Store, keyspace: Keyspace) -> None:
-    """As a WAIT and a GET behind it would."""
-    fetchers = [session_on(store) for _ in range(40)]  # enough for compaction
-    first, second = session_on(store), session_on(store)
-    for session in fetchers[:20]:
-        keyspace.fetch(session, b"q")
-    keyspace.wait(first, [b"q"])
-    for session in fetchers[20:]:
-        keyspace.fetch(session, b"q")
-    keyspace.wait(second, [b"q"])
-    keyspace.queue_push(b"q", pack(b"1"))
-    assert [heard(session) for session in fetchers] == [[EMPTY]] * 20 + [[]] * 20
-    assert (heard(first), heard(second)) == ([WOKEN], [])
-    assert keyspace.handoffs == {b"q": 1}
-    first.leave()
-    assert [heard(session) for session in fetchers] == [[]] * 20 + [[EMPTY]] * 20
-    assert heard(second) == [WOKEN]
-
-
 # Waiting for a number
-
-REACHING: dict[str, Write] = {
-    "add": lambda k: k.add(b"n", 1),
-    "add of more than one": lambda k: k.add(b"n", 1000),
-    "add of all there is": lambda k: k.add(b"n", 2**63 - 4),
-    "set": lambda k: k.set(b"n", pack(b" +4 and text")),
-    "append": lambda k: k.append(b"n", pack(b"0")),
-    "compare_set": lambda k: k.compare_set(b"n", pack(b"3"), pack(b"4")),
-    "multi_set": lambda k: k.multi_set([(b"n", pack(b"0")), (b"n", pack(b"4"))]),
-}
-
-
-@pytest.mark.parametrize("how", REACHING)
-def test_a_target_is_reached(store: Store, keyspace: Keyspace, how: str) -> None:
-    keyspace.set(b"n", pack(b"3"))
-    size = keyspace.size
-    first, second, more = session_on(store), session_on(store), session_on(store)
-    assert not keyspace.wait_count(first, b"n", 4)
-    assert not keyspace.wait_count(second, b"n", 4)
-    assert not keyspace.wait_count(more, b"n", 2**63 - 1)
-    assert first.parked is None
-    REACHING[how](keyspace)
-    assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
-    assert (first.state, first.group) == (IDLE, None)
-    more.leave()
-    keyspace.set(b"n", pack(b"9"))
-    assert heard(first) == []
-    assert (keyspace.waiters, keyspace.counters, keyspace.size) == ({}, {}, size)
-
-
-@pytest.mark.parametrize(("text", "target", "reached"), [
-    (None, 0, True), (None, 1, False), (None, -1, True), (None, -(2**63), True), (None, 2**63 - 1, False),
-    (b"-5", -5, True), (b"-5", -4, False), (b"-5", 0, False), (b"7x", 7, True), (b"7x", 8, False),
-    (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
-])  # fmt: skip
-def test_targets_that_are_reached_at_once(
-    store: Store, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
-) -> None:
-    if text is not None:
-        keyspace.set(b"n", pack(text))
-    session = session_on(store)
-    assert keyspace.wait_count(session, b"n", target) == reached
-    assert (session.group is None) == reached == (keyspace.counters == {})
-    keyspace.set(b"n", pack(b"9223372036854775807"))
-    assert heard(session) == ([] if reached else [WOKEN])
-
-
-def test_each_waiter_is_woken_at_its_own_target(store: Store, keyspace: Keyspace) -> None:
-    targets = [random.Random(number).randrange(1, 40) for number in range(200)]
-    sessions = [session_on(store) for _ in targets]
-    for session, target in zip(sessions, targets, strict=True):
-        keyspace.wait_count(session, b"n", target)
-    for _ in range(19):
-        total = keyspace.add(b"n", 2)
-        woken = [target for session, target in zip(sessions, targets, strict=True) if heard(session)]
-        assert sorted(woken) == sorted(target for target in targets if total - 2 < target <= total)
-    keyspace.add(b"n", 2)
-    keyspace.delete_key(b"n")
-    assert nothing_is_left(keyspace)
-
-
-ENDS: dict[str, Callable[[Keyspace, ServerSession], object]] = {
-    "cancel_wait": lambda k, session: k.cancel_wait(session),
-    "cancel_fetch": lambda k, session: k.cancel_fetch(session),
-    "leave": lambda k, session: session.leave(),
-    "wait": lambda k, session: k.wait(session, [b"k"]),
-    "barrier": lambda k, session: k.barrier(session, b"k", 2),
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_an_ended_wait_count_is_not_woken(store: Store, keyspace: Keyspace, how: str) -> None:
-    session, same, more = session_on(store), session_on(store), session_on(store)
-    for other, target in ((session, 3), (same, 3), (more, 4)):
-        keyspace.wait_count(other, b"n", target)
-    ENDS[how](keyspace, session)
-    assert session.group is None
-    keyspace.add(b"n", 3)
-    assert (heard(session), heard(same), heard(more)) == ([], [WOKEN], [])
-    if how in ("wait", "barrier"):
-        keyspace.set(b"k", EMPTY)
-        assert heard(session) == [WOKEN]
-        keyspace.delete_key(b"k")
-    more.leave()
-    keyspace.delete_key(b"n")
-    assert nothing_is_left(keyspace)
-
-
-def test_a_queue_of_the_same_name_skips_a_counter(store: Store, keyspace: Keyspace) -> None:
-    counting = session_on(store)
-    keyspace.wait_count(counting, b"q", 1)
-    keyspace.queue_push(b"q", pack(b"the only item"))
-    assert (heard(counting), keyspace.handoffs) == ([], {})
-    assert keyspace.queue_pop(b"q") == (1, pack(b"the only item"))
-    sessions = [session_on(store) for _ in range(30)]  # enough for compaction
-    for session in sessions:
-        keyspace.wait(session, [b"q"])
-    for session in sessions:
-        keyspace.queue_push(b"q", pack(b"item"))
-        assert heard(session) == [WOKEN]
-    assert heard(counting) == []
-    for session in sessions:
-        session.leave()
-    assert heard(counting) == []
-    keyspace.add(b"q", 1)
-    assert heard(counting) == [WOKEN]
 
 
 def test_waiters_of_one_number_are_woken_in_order_of_arrival(store: Store, keyspace: Keyspace) -> None:
@@ -353,23 +228,6 @@ def test_new_targets_cost_no_memory(store: Store, keyspace: Keyspace) -> None:
     keyspace.add(b"n", 2**40 + 9)
     assert all(heard(other) == [WOKEN] for other in others)
     assert heard(session) == []
-
-
-def test_many_waiters_that_leave_one_by_one_leave_nothing(store: Store, keyspace: Keyspace) -> None:
-    sessions = [session_on(store) for _ in range(500)]
-    for number, session in enumerate(sessions):
-        keyspace.wait_count(session, b"n", 1 + number // 2)
-    rng = random.Random(2)
-    rng.shuffle(sessions)
-    for session in sessions[:250]:
-        session.leave()
-    keyspace.add(b"n", 125)
-    left = [session for session in sessions[250:] if not heard(session)]
-    assert all(session.number > 125 for session in left)
-    for session in left:
-        session.leave()
-    keyspace.delete_key(b"n")
-    assert nothing_is_left(keyspace)
 
 
 # Reserved keys
@@ -489,51 +347,6 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str) -> None:
     session.leave()
     early.leave()
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
-
-
-def test_many_fetches_of_which_one_was_canceled_leave_nothing(store: Store, keyspace: Keyspace) -> None:
-    """An item ends all of them at once, and nothing is remembered of the place that the canceled one had."""
-    sessions = [session_on(store) for _ in range(40)]
-    for session in sessions:
-        assert keyspace.fetch(session, b"q") is None
-    keyspace.cancel_fetch(sessions[1])
-    keyspace.queue_push(b"q", EMPTY)
-    keyspace.queue_pop(b"q")
-    assert [heard(session) for session in sessions] == [[EMPTY]] + [[]] + [[EMPTY]] * 38
-    assert nothing_is_left(keyspace)
-
-
-def test_a_number_that_falls_while_its_waiters_are_woken(store: Store, keyspace: Keyspace) -> None:
-    """Those whose target it had reached are woken all the same, however many."""
-    keyspace.portion = 1
-    sessions = [session_on(store) for _ in range(5)]
-    for session in sessions:
-        assert not keyspace.wait_count(session, b"k", 10)
-    keyspace.add(b"k", 10)
-    keyspace.add(b"k", -10)
-    assert keyspace.working
-    while keyspace.working:
-        keyspace.step()
-    assert [heard(session) for session in sessions] == [[b"\0"]] * 5
-    keyspace.delete_key(b"k")
-    assert nothing_is_left(keyspace)
-
-
-@pytest.mark.parametrize("how", ["leaves", "joins another counter"])
-def test_who_joined_a_counter_that_was_deleted_and_leaves(store: Store, keyspace: Keyspace, how: str) -> None:
-    """The rank has joined again, and has lost that connection: it is not lost once it leaves on the first one."""
-    first, second = session_on(store), session_on(store)
-    assert keyspace.join(first, b"k", b"token") == 1
-    keyspace.delete_key(b"k")
-    assert keyspace.size == 0
-    assert keyspace.join(second, b"k", b"token") == 1
-    keyspace.leave(second)
-    assert keyspace.join(session_on(store), b"k", b"") == 0
-    if how == "leaves":
-        keyspace.depart(first)
-    else:
-        keyspace.join(first, b"other", b"token")
-    assert keyspace.join(session_on(store), b"k", b"") == 1
 
 
 @pytest.mark.unmeasured
