@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import DELTAS, HANDSHAKE, TARGETS, TEXTS, Command, Difference, Fleet, Step, replay, run_epoch
-from properties.model import MAGIC, Closed, Model, stoll
+from properties.model import MAGIC
 
 SLOTS = 4
 NAMES = [b"/a", b"/b", b"q"]
@@ -91,30 +91,3 @@ def test_fleet_notices_a_wrong_answer() -> None:
         fleet.apply(("send", 0, (Command("get", b"/a"),), 0))
     with pytest.raises(Difference):
         fleet.check()
-
-
-@pytest.mark.parametrize(
-    ("written", "number"),
-    [(b" \t+12abc", 12), (b"5.9", 5), (b"0x10", 0), (b"-0", 0), (b"-" + b"0" * 50 + b"7", -7), (b"%d" % -9, -9)],
-)
-def test_model_reads_numbers_as_stoll(written: bytes, number: int) -> None:
-    assert stoll(written) == number
-
-
-@pytest.mark.parametrize("written", [b"", b"abc", b"+", b"- 1", b"%d" % 2**63, b"9" * 5000])
-def test_model_refuses_what_is_no_number(written: bytes) -> None:
-    with pytest.raises(Closed):
-        stoll(written)
-
-
-def test_model_serves_a_queue_in_order_and_hands_on_what_was_not_taken() -> None:
-    model = Model()
-    first, second, third = model.enter(), model.enter(), model.enter()
-    for peer in (first, second, third):
-        model.do(peer, "validate", (MAGIC,))
-    model.do(first, "wait", ([b"q"],))
-    model.do(second, "wait", ([b"q"],))
-    model.do(third, "queue_push", (b"q", b"item"))
-    assert (first.sent, second.sent) == ([b"\0"], [])
-    model.leave(first)
-    assert second.sent == [b"\0"]

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from conformance.frames import introduce
 from properties.session_driver import take
 from support import HANDSHAKE, blob, keys, u64
 from tcpstore_async.base.errors import LimitError, ProtocolError
@@ -23,10 +24,8 @@ GET = b"\x03"
 SET = b"\x01"
 ADD = b"\x04"
 WAIT = b"\x06"
-CANCEL = b"\x0c"
 FETCH = b"\x40"
 WAIT_COUNT = b"\x42"
-INTRODUCE = b"\x43"
 
 
 @pytest.fixture
@@ -58,32 +57,19 @@ def test_an_ipv6_peer_is_written_as_one(store: Store) -> None:
     assert str(ServerSession(store, None, "fe80::1", 5, 0.0)) == "[fe80::1]:5"
 
 
-def test_the_keys_that_a_session_awaits_are_known(store: Store) -> None:
+def test_an_introduce(store: Store) -> None:
     session = join(store)
-    session.receive(WAIT + keys(b"/a", b"/b"))
-    assert session.parked == {b"/a": None, b"/b": None}
-    session.receive(CANCEL)
-    assert not session.parked
-    assert take(session) == b"\1"
-
-
-def introduction(*items: tuple[bytes, bytes]) -> bytes:
-    return INTRODUCE + u64(len(items)) + b"".join(blob(name) + blob(text) for name, text in items)
-
-
-def test_an_introduction(store: Store) -> None:
-    session = join(store)
-    session.receive(introduction((b"rank", b"3"), (b"job", "søk".encode())))
+    session.receive(introduce((b"rank", b"3"), (b"job", "søk".encode())))
     assert take(session) == b""
     assert (session.peer, str(session)) == ({"rank": "3", "job": "søk"}, "10.0.0.7:4711 (rank 3, job søk)")
     session.receive(PING + struct.pack("<I", 42))
     assert str(session) == "10.0.0.7:4711 (pid 42, rank 3, job søk)"
-    session.receive(introduction((b"pid", b"7"), (b"rank", b"1"), (b"rank", b"2")))
+    session.receive(introduce((b"pid", b"7"), (b"rank", b"1"), (b"rank", b"2")))
     assert str(session) == "10.0.0.7:4711 (pid 7, rank 2)"
-    session.receive(introduction())
+    session.receive(introduce())
     assert (session.peer, str(session)) == ({}, "10.0.0.7:4711 (pid 7)")
     session.receive(PING + struct.pack("<I", 43))
-    session.receive(introduction((b"pid", b"9" * 30)))
+    session.receive(introduce((b"pid", b"9" * 30)))
     assert session.pid == 7
 
 
@@ -92,7 +78,7 @@ def test_an_introduction(store: Store) -> None:
 ])  # fmt: skip
 def test_an_introduction_breaks_no_log_line(store: Store, raw: bytes) -> None:
     session = join(store)
-    session.receive(introduction((raw, raw), (b"after", b"all")))
+    session.receive(introduce((raw, raw), (b"after", b"all")))
     assert str(session).isprintable()
     assert len(str(session).splitlines()) == 1
     str(session).encode()
@@ -102,14 +88,14 @@ def test_an_introduction_breaks_no_log_line(store: Store, raw: bytes) -> None:
 def test_the_size_of_an_introduction_is_limited(store: Store) -> None:
     """Names and values, with the lengths of the values: so the number of items has a limit too."""
     session, other, third = join(store), join(store), join(store)
-    session.receive(introduction((b"host", bytes(2048 - 4 - 8))))
+    session.receive(introduce((b"host", bytes(2048 - 4 - 8))))
     with pytest.raises(ProtocolError, match="INTRODUCE of more than 2048 bytes"):
-        session.receive(introduction((b"host", bytes(2048 - 4 - 8 + 1))))
+        session.receive(introduce((b"host", bytes(2048 - 4 - 8 + 1))))
     assert len(session.peer["host"]) == 4 * (2048 - 4 - 8)  # the former one stands
-    other.receive(introduction(*[(b"", b"")] * 256))
+    other.receive(introduce(*[(b"", b"")] * 256))
     assert other.peer == {"": ""}
     with pytest.raises(ProtocolError):
-        third.receive(introduction(*[(b"", b"")] * 257))
+        third.receive(introduce(*[(b"", b"")] * 257))
 
 
 # A value, now or later
@@ -180,12 +166,6 @@ def test_a_value_is_sent_without_a_copy(store: Store) -> None:
     assert session.out[0] is session.out[1] is store.keyspace.values[b"/k"]
 
 
-def test_unsent_counts_what_is_in_out(store: Store) -> None:
-    session = join(store)
-    session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
-    assert session.unsent == sum(map(len, session.out)) == 9 * 3 + 18
-
-
 # Going
 
 
@@ -196,16 +176,6 @@ def test_leaving_leaves_nothing(store: Store) -> None:
     session.leave()
     assert (store.budget.unfinished, store.keyspace.waiters, store.keyspace.size) == (0, {}, 0)
     assert (session.owner, session.parked, session.input_buffer, session.partial) == (None, None, None, None)
-
-
-def test_leaving_half_a_large_value_leaves_nothing(store: Store) -> None:
-    session = join(store)
-    session.receive(SET + blob(b"/k") + u64(10**6) + bytes(500_000))
-    assert session.large_value() is not None
-    assert store.budget.unfinished >= 500_000
-    session.leave()
-    assert store.budget.unfinished == 0
-    assert session.large_value() is None
 
 
 @pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])
@@ -232,18 +202,6 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
 # Limits
 
 
-def test_unsent_replies_stop_the_peer() -> None:
-    store = Store(Limits(value_bytes=100, unsent_high_water=50))
-    session = join(store)
-    session.receive(SET + blob(b"/k") + blob(bytes(52)) + (GET + blob(b"/k")) * 5)
-    assert session.stalled()
-    assert session.unsent == 60
-    assert take(session) == blob(bytes(52))
-    session.receive(b"")
-    assert (session.unsent, session.stalled()) == (60, True)
-    take(session)
-
-
 def test_a_reply_over_every_budget_closes() -> None:
     session = join(Store(Limits(value_bytes=100_000, budget_bytes=250_000)))
     session.receive(SET + blob(b"/k") + blob(bytes(99_992)))
@@ -267,7 +225,7 @@ def test_what_a_relay_says_of_a_peer_counts_and_yields_to_what_the_peer_says() -
     used = store.budget.used()
     session.describe({"rank": "3"})
     assert store.budget.used() == used + session.introduction_bytes() > used
-    session.receive(introduction((b"rank", b"4"), (b"host", b"node")))
+    session.receive(introduce((b"rank", b"4"), (b"host", b"node")))
     session.describe({"rank": "5"})
     assert session.peer == {"rank": "4", "host": "node"}
     assert store.budget.used() == used + session.introduction_bytes()

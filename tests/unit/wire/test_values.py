@@ -61,32 +61,12 @@ def test_size() -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    (b"0", 0),
-    (b"-0", 0),
-    (b"+7", 7),
-    (b"007", 7),
-    (b"-007", -7),
-    (b" \t\n\v\f\r+12abc", 12),
-    (b"5.9", 5),
-    (b"0x10", 0),
-    (b"0abc", 0),
-    (b"12\0003", 12),
-    (b"0" * 40 + b"1", 1),
-    (b"9223372036854775807", 2**63 - 1),
-    (b"-9223372036854775808", -(2**63)),
+    (b" \t\n\v\f\r+12abc", 12), (b"-007", -7), (b"9223372036854775807", 2**63 - 1),
     (b"-0000000000009223372036854775808", -(2**63)),
 ])  # fmt: skip
 def test_number(text: bytes, expected: int) -> None:
+    """In every form. tests/conformance has more texts, and PyTorch's answers."""
     assert number(pack(text)) == number(bytearray(pack(text))) == number(Growing(pack(text))) == expected
-
-
-@pytest.mark.parametrize("text", [
-    b"", b" ", b"abc", b"+", b"-", b"+-5", b"- 5", b"\x005", b"\xa05",
-    b"9223372036854775808", b"-9223372036854775809", b"9" * 100, b"1" * 10_000, b"0" * 10_000 + b"9" * 20,
-])  # fmt: skip
-def test_no_number(text: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        number(pack(text))
 
 
 @pytest.mark.parametrize("filler", [b" ", b"0"])
