@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+from support import blob, keys
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.keyspace.agents import ENDED_BYTES, MOST_NAMED
@@ -55,14 +56,6 @@ def registrations(keyspace: Keyspace) -> dict[bytes, list[Waiter]]:
 def members(waiter: Waiter) -> list[Waiter]:
     """Return the members of a group, or the waiter itself."""
     return list(waiter.members) if isinstance(waiter, SharedWait) else [waiter]
-
-
-def _blob(raw: bytes) -> bytes:
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _keys(keys: Sequence[bytes]) -> bytes:
-    return struct.pack("<Q", len(keys)) + b"".join(map(_blob, keys))
 
 
 OPCODES = {
@@ -124,17 +117,17 @@ class Command:
             case "confirm" | "give_back":
                 return struct.pack("<q", self.fields[0])
             case "add" | "barrier" | "wait_count" | "lease" | "lease_later":
-                return _blob(self.fields[0]) + struct.pack("<q", self.fields[1])
+                return blob(self.fields[0]) + struct.pack("<q", self.fields[1])
             case "check" | "wait" | "multi_get":
-                return _keys(self.fields[0])
+                return keys(*self.fields[0])
             case "meet" | "attend":
                 key, name, *numbers = self.fields
-                return _blob(key) + _blob(name) + struct.pack(f"<{len(numbers)}q", *numbers)
+                return blob(key) + blob(name) + struct.pack(f"<{len(numbers)}q", *numbers)
             case "multi_set" | "introduce":
                 items = self.fields[0]
-                return struct.pack("<Q", len(items)) + b"".join(_blob(key) + _blob(value) for key, value in items)
+                return struct.pack("<Q", len(items)) + b"".join(blob(key) + blob(value) for key, value in items)
             case _:
-                return b"".join(map(_blob, self.fields))
+                return b"".join(map(blob, self.fields))
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(repr(f) if len(repr(f)) < 200 else '<long>' for f in self.fields)})"
@@ -457,7 +450,7 @@ class Fleet:
         for first, listed in cache.lists.items():
             if not listed.raw.startswith(first):
                 raise Difference("a list is kept under what it does not begin with")
-            _same("a list", (listed.raw, listed.tracked), (_keys(listed.keys), listed in keyspace.tracked.values()))
+            _same("a list", (listed.raw, listed.tracked), (keys(*listed.keys), listed in keyspace.tracked.values()))
             if listed.tracked:
                 tracked.update(dict.fromkeys(listed.keys, listed))
             elif listed.group is not None or listed.reply is not None or listed.present != UNKNOWN:

@@ -8,6 +8,7 @@ from properties.fleet import HANDSHAKE, registrations
 from tcpstore_async.base.errors import LimitError, PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.keyspace import Keyspace
+from tcpstore_async.session.peer import Peer
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.wire.values import framed, unpack
@@ -37,7 +38,7 @@ def greeted(store: Store | None = None, limits: Limits | None = None) -> ServerS
     return session
 
 
-def take(session: ServerSession) -> bytes:
+def take(session: Peer) -> bytes:
     """Take the replies, as a server does."""
     sent = b"".join(session.out)
     session.out.clear()

@@ -14,30 +14,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from properties.session_driver import greeted, take
 from tcpstore_async.base.errors import StoreTimeoutError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client import requests
 from tcpstore_async.keyspace.agents import BEAT, CLOSE, LOOK
 from tcpstore_async.session.peer import Peer
-from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
 from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, State, joining
 from tcpstore_async.wire.commands import BY_METHOD, Command
 from tcpstore_async.wire.values import PREFIX
 
-HANDSHAKE = bytes.fromhex("00cef7853c")
 KEY = b"/job"
 POLL = 1.0
 """Seconds between two looks of an agent whose workers run."""
 END = 150.0
-
-
-def taken(session: Peer) -> bytes:
-    """Take what a session has to send."""
-    replies = b"".join(session.out)
-    session.out.clear()
-    session.unsent = 0
-    return replies
 
 
 class World:
@@ -68,7 +59,7 @@ class World:
                 self.store.hub.pending_flush.clear()
                 for session in woken:
                     if session.out:
-                        self.actors[session].on_reply(taken(session))
+                        self.actors[session].on_reply(take(session))
         self.now = end
 
     def saw(self, name: bytes, found: Round) -> None:
@@ -85,8 +76,7 @@ class Actor:
         self.world = world
         self.name = name
         self.options = options
-        self.session = ServerSession(world.store, 0, "::1", 0, 0.0)
-        self.session.receive(HANDSHAKE)
+        self.session = greeted(world.store)
         world.actors[self.session] = self
         self.left = -1
         self.pulse = Pulse(0.0)
@@ -110,7 +100,7 @@ class Actor:
     def ask(self, command: Command, fields: tuple[Any, ...]) -> bytes:
         """Send a request and return the reply; nothing if it is to follow."""
         self.session.receive(command.prefix + command.request.encode(fields))
-        return taken(self.session)
+        return take(self.session)
 
     def send(self, reply: bytes | None) -> None:
         try:
