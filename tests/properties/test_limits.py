@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import OPCODES, Command, random_command
+from properties.limited import run as run_limited
 from properties.session_driver import NOTHING, cut, everything, feed, greeted, measured, take, with_store_of
 from properties.test_fleet import commands
 from support import blob, u64
@@ -287,3 +288,11 @@ def test_an_append_to_a_counter_is_within_the_limit() -> None:
     with pytest.raises(LimitError):
         session.receive(Command("append", b"/n", b"1").frame)
     assert measured(store) <= ENTRY_BYTES + 2 + 8 + 1
+
+
+# What tokens have stored
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_counted_for_a_token_is_what_its_holders_have_stored(seed: int) -> None:
+    assert run_limited(seed) > 0

@@ -1,4 +1,4 @@
-"""What tokens with limits are charged for: what their holders have stored, whatever adds or removes it."""
+"""What tokens with limits are charged for. Most of it is a property, in tests/properties/test_limits.py."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import pytest
 
 from conformance.frames import (
     add,
-    append,
     attend,
     barrier,
-    compare_set,
     confirm,
     delete,
-    get,
     give_back,
     lease,
     lease_later,
     meet,
-    multi_set,
     pop,
     push,
     set_,
@@ -103,59 +99,6 @@ def test_limits_hold_while_items_are_leased() -> None:
     assert in_use(of) == measured(of) == (0, 0)
 
 
-def test_keys_that_are_written_again_add_nothing() -> None:
-    of = store()
-    peer = session(of, Access("t", max_keys=1200, max_bytes=300_000))
-    items = [(b"/%d" % number, bytes(100)) for number in range(1200)]
-    for _ in range(3):
-        peer.receive(multi_set(*items))
-        finish(of, peer)
-        assert in_use(of) == measured(of)
-    assert in_use(of)[1] > 150_000
-    peer.receive(set_(b"/0", bytes(1)) + compare_set(b"/0", bytes(1), bytes(2)))
-    assert in_use(of) == measured(of)
-    with pytest.raises(NotAllowedError, match="MULTI_SET would add 1 key; 1,200 of the 1,200 allowed"):
-        peer.receive(multi_set(*items, (b"/new", b"")))
-    assert in_use(of) == measured(of)
-
-
-def test_a_large_value_can_be_replaced() -> None:
-    of = store()
-    peer = session(of)
-    for _ in range(3):
-        peer.receive(set_(b"/k", bytes(90_000)))
-    with pytest.raises(NotAllowedError, match="SET would add 10,000 bytes"):
-        peer.receive(set_(b"/k", bytes(100_000)))
-
-
-def test_a_compare_set_that_stores_nothing_is_not_refused() -> None:
-    of = store()
-    peer = session(of, Access("t", max_keys=1))
-    peer.receive(set_(b"/a", b"1") + compare_set(b"/b", b"expected", b"new") + compare_set(b"/a", b"2", b"3"))
-    assert in_use(of) == measured(of)
-
-
-def test_a_multi_set_that_waits_for_another_and_is_abandoned_counts_nothing() -> None:
-    of = store(portion=3)
-    waiting, first, second = session(of), session(of), session(of)
-    keys = [b"/%d" % number for number in range(8)]
-    waiting.receive(wait(*keys))
-    finish(of, waiting)
-    first.receive(multi_set(*[(key, b"") for key in keys]))
-    second.receive(multi_set(*[(key, bytes(50)) for key in keys]))
-    assert second.running is not None
-    second.leave()
-    finish(of, first)
-    assert in_use(of) == measured(of)
-    third = session(of)
-    waiting.receive(wait(*[b"/x%d" % number for number in range(8)]))
-    finish(of, waiting)
-    first.receive(multi_set(*[(key, bytes(9)) for key in keys]))
-    third.receive(multi_set(*[(key, bytes(50)) for key in keys]))
-    finish(of, third)
-    assert in_use(of) == measured(of)
-
-
 def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None:
     of = store(portion=2)
     peer, other = session(of), session(of)
@@ -168,30 +111,6 @@ def test_what_a_command_does_once_its_registrations_are_dropped_counts() -> None
     finish(of, peer)
     assert b"/b" in of.keyspace.values
     assert in_use(of) == measured(of) == (2, of.keyspace.size - of.keyspace.parked)
-
-
-def test_pieces_that_are_joined_by_a_read_count_no_more() -> None:
-    of = store()
-    peer = session(of)
-    peer.receive(append(b"/k", b"a") + append(b"/k", b"b"))
-    assert in_use(of) == measured(of)
-    peer.receive(get(b"/k"))
-    assert in_use(of) == measured(of)
-
-
-def test_agents_that_leave_are_given_back() -> None:
-    of = store()
-    first = session(of)
-    first.receive(meet(b"/r", b"first", 9, 9))
-    for number in range(50):
-        agent = session(of)
-        agent.receive(meet(b"/r", b"agent %d" % number, 9, 9))
-        agent.leave()
-        assert in_use(of) == measured(of)
-    first.leave()
-    other = session(of)
-    other.receive(delete(b"/r"))
-    assert in_use(of) == measured(of) == (0, 0)
 
 
 def test_silent_agents_that_are_removed_in_steps_are_given_back() -> None:
