@@ -274,13 +274,6 @@ def any_byte_in_keys_and_values(s: Script) -> None:
 
 
 @case()
-def get_of_missing_is_empty(s: Script) -> None:
-    a = s.peer("a")
-    a.asks(get(b"k") + check(b"k") + NUM_KEYS, blob(b"") + NOT_READY + i64(0))
-    a.asks(multi_get(b"j", b"k", b"j"), blob(b"") * 3)
-
-
-@case()
 def compare_set_table(s: Script) -> None:
     a = s.peer("a")
     a.asks(compare_set(b"k", b"", b"") + check(b"k"), blob(b"") + READY)
@@ -661,16 +654,6 @@ def barrier_ignores_world_sizes_below_two(s: Script) -> None:
 
 
 @case()
-def barrier_is_never_reset(s: Script) -> None:
-    a, b = s.peers("ab")
-    a.asks(barrier(b"b", 2), NO_REPLY)
-    b.asks(barrier(b"b", 2), WOKEN)
-    a.hears(WOKEN)
-    a.asks(barrier(b"b", 2), WOKEN)
-    b.asks(get(b"b") + NUM_KEYS, blob(b"3") + i64(1))
-
-
-@case()
 def barrier_same_peer_thrice(s: Script) -> None:
     a = s.peer("a")
     a.asks(barrier(b"b", 3) * 3, WOKEN * 2)
@@ -702,38 +685,11 @@ def barrier_is_opened_by_set_add_append_multi_set(s: Script) -> None:
 
 
 @case()
-def barrier_and_delete(s: Script) -> None:
-    a, b, c = s.peers("abc")
-    a.says(barrier(b"b", 2))
-    b.asks(delete(b"b"), i64(1))
-    b.asks(barrier(b"b", 2), NO_REPLY)
-    c.asks(barrier(b"b", 2), WOKEN)
-    a.hears(WOKEN)
-    b.hears(WOKEN)
-
-
-@case()
 def barrier_overflow_wraps(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(set_(b"b", b"9223372036854775807"))
     a.asks(barrier(b"b", 2), NO_REPLY)
     b.asks(get(b"b"), blob(b"-9223372036854775808"))
-
-
-@case()
-def barrier_timeout_leaves_its_count(s: Script) -> None:
-    a, b = s.peers("ab")
-    a.asks(barrier(b"b", 2) + CANCEL_WAIT, CANCELED)
-    b.asks(barrier(b"b", 2), WOKEN)
-    a.hears(NO_REPLY)
-
-
-@case()
-def barrier_counts_who_has_left(s: Script) -> None:
-    a, b = s.peers("ab")
-    a.asks(barrier(b"b", 2), NO_REPLY)
-    a.leaves()
-    b.asks(barrier(b"b", 2), WOKEN)
 
 
 @case()
