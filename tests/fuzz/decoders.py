@@ -526,20 +526,11 @@ def _demand(holds: bool, otherwise: str) -> None:
 
 
 DECODERS: dict[str, Callable[[bytes], None]] = {
-    "sessions": sessions,
-    "client_session": client_session,
-    "file_records": file_records,
-    "control_messages": control_messages,
-    "identity": identity,
-    "link_client": link_client,
-    "link_server": link_server,
-    "link_request": link_request,
-    "link_reply": link_reply,
-    "token": token,
-    "auth": auth,
-    "auth_reply": auth_reply,
-    "token_keys": token_keys,
-    "tls": tls,
+    decode.__name__: decode
+    for decode in (
+        *(sessions, client_session, file_records, control_messages, identity, link_client, link_server, link_request),
+        *(link_reply, token, auth, auth_reply, token_keys, tls),
+    )
 }
 
 

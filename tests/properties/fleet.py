@@ -58,39 +58,14 @@ def members(waiter: Waiter) -> list[Waiter]:
     return list(waiter.members) if isinstance(waiter, SharedWait) else [waiter]
 
 
+STOCK = (
+    "validate set compare_set get add check wait num_keys delete_key append multi_get multi_set cancel_wait ping "
+    "queue_push queue_pop queue_len list_keys barrier unknown"
+)
+EXTENSION = "fetch cancel_fetch wait_count introduce lease lease_later confirm give_back join depart meet attend"
 OPCODES = {
-    "validate": 0,
-    "set": 1,
-    "compare_set": 2,
-    "get": 3,
-    "add": 4,
-    "check": 5,
-    "wait": 6,
-    "num_keys": 7,
-    "delete_key": 8,
-    "append": 9,
-    "multi_get": 10,
-    "multi_set": 11,
-    "cancel_wait": 12,
-    "ping": 13,
-    "queue_push": 14,
-    "queue_pop": 15,
-    "queue_len": 16,
-    "list_keys": 17,
-    "barrier": 18,
-    "unknown": 19,
-    "fetch": 64,
-    "cancel_fetch": 65,
-    "wait_count": 66,
-    "introduce": 67,
-    "lease": 68,
-    "lease_later": 69,
-    "confirm": 70,
-    "give_back": 71,
-    "join": 72,
-    "depart": 73,
-    "meet": 74,
-    "attend": 75,
+    **{name: opcode for opcode, name in enumerate(STOCK.split())},
+    **{name: opcode for opcode, name in enumerate(EXTENSION.split(), 64)},
 }
 """From the protocol's description, not from the table."""
 
@@ -595,37 +570,11 @@ AGENTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"node 1", b"x" * 512, b"x" * 513,
 LARGE = bytes(70_000)
 
 WEIGHTS = {
-    "set": 6,
-    "compare_set": 5,
-    "get": 3,
-    "add": 4,
-    "check": 3,
-    "wait": 40,
-    "num_keys": 1,
-    "delete_key": 30,
-    "append": 3,
-    "multi_get": 2,
-    "multi_set": 4,
-    "cancel_wait": 3,
-    "ping": 1,
-    "queue_push": 12,
-    "queue_pop": 20,
-    "queue_len": 2,
-    "list_keys": 1,
-    "barrier": 5,
-    "fetch": 20,
-    "cancel_fetch": 1,
-    "wait_count": 20,
-    "introduce": 1,
-    "lease": 10,
-    "lease_later": 20,
-    "confirm": 8,
-    "give_back": 8,
-    "join": 4,
-    "depart": 1,
-    "meet": 30,
-    "attend": 12,
-}
+    "set": 6, "compare_set": 5, "get": 3, "add": 4, "check": 3, "wait": 40, "num_keys": 1, "delete_key": 30,
+    "append": 3, "multi_get": 2, "multi_set": 4, "cancel_wait": 3, "ping": 1, "queue_push": 12, "queue_pop": 20,
+    "queue_len": 2, "list_keys": 1, "barrier": 5, "fetch": 20, "cancel_fetch": 1, "wait_count": 20, "introduce": 1,
+    "lease": 10, "lease_later": 20, "confirm": 8, "give_back": 8, "join": 4, "depart": 1, "meet": 30, "attend": 12,
+}  # fmt: skip
 
 
 def key_lists(names: Sequence[bytes]) -> list[list[bytes]]:

@@ -616,24 +616,10 @@ class LinkedFleet(Fleet):
 
 
 STEPS = {
-    "send": 40,
-    "drip": 2,
-    "chorus": 3,
-    "leave": 1,
-    "end": 1,
-    "doze": 1,
-    "read": 2,
-    "up": 20,
-    "down": 20,
-    "part": 10,
-    "break": 3,
-    "resume": 5,
-    "expire": 0.4,
-    "silence": 0.2,
-    "replace": 0.3,
-    "close": 0.3,
+    "send": 40, "drip": 2, "chorus": 3, "leave": 1, "end": 1, "doze": 1, "read": 2, "up": 20, "down": 20,
+    "part": 10, "break": 3, "resume": 5, "expire": 0.4, "silence": 0.2, "replace": 0.3, "close": 0.3,
     "intrude": 0.3,
-}
+}  # fmt: skip
 
 
 class Schedule(NamedTuple):
