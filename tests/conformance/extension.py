@@ -886,9 +886,18 @@ def enter_without_waiting(s: Script) -> None:
 
 @case()
 def enter_closes_for_invalid_items(s: Script) -> None:
-    s.peer("a").asks(enter(None), CLOSED)
-    s.peer("b").asks(enter("n" * 513), CLOSED)
-    s.peer("c").asks(enter("n", joins="many"), CLOSED)
+    for name, frame in (
+        ("no name", enter(None)),
+        ("an empty name", enter("")),
+        ("a long name", enter("n" * 513)),
+        ("no text", enter(b"\xff")),
+        ("a long owner", enter("n", owner="o" * 65)),
+        ("no number", enter("n", joins="many")),
+        ("too much", enter("n", owner="o", unknown="u" * 4096)),
+    ):
+        s.peer(name).asks(frame, CLOSED)
+    none = b'{"status":"ended","reason":"there is no store \'n\'"}'
+    s.peer("a").asks(enter("n", wait=0), blob(none))
     s.peer("d").asks(wait(b"k") + enter("n"), CLOSED)
     e = s.peer("e")
     e.asks(join(b"n", b"x"), i64(1))

@@ -6,7 +6,6 @@ from tcpstore_async.keyspace.rounds import (
     CLOSED,
     PARTICIPANT,
     REDUNDANT,
-    ROUNDS_BYTES,
     STRANGER,
     WAITING,
     Agent,
@@ -21,18 +20,6 @@ def formed(rounds: Rounds, *names: bytes) -> list[Agent]:
         rounds.join(agent, len(names), len(names), -1)
     assert rounds.formed
     return agents
-
-
-def test_an_agent_of_a_formed_round_counts_until_the_round_is_over() -> None:
-    """Its name keeps the others' ranks in place."""
-    rounds = Rounds()
-    for _ in range(3):
-        one, other = formed(rounds, b"a", b"b")
-        size = rounds.size
-        rounds.remove(one)
-        assert rounds.size == size == ROUNDS_BYTES + one.cost() + other.cost()
-        rounds.remove(other)
-        assert rounds.size == ROUNDS_BYTES
 
 
 def test_who_comes_too_late_for_a_full_round_is_told_that_it_is_redundant_when_the_rounds_are_closed() -> None:

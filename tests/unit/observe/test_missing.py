@@ -10,7 +10,7 @@ import pytest
 from looking import World
 from support import blob, u64
 from tcpstore_async.auth.access import Access
-from tcpstore_async.base.errors import NotAllowedError, ProtocolError
+from tcpstore_async.base.errors import NotAllowedError
 from tcpstore_async.session.identity import identity
 
 
@@ -156,13 +156,6 @@ def test_a_token_for_a_prefix_learns_of_no_other_keys() -> None:
     assert "similar" not in world.ask(0, b"/mine/+=+=+=+")
     with pytest.raises(NotAllowedError):
         world.ask(0, b"/others/k_2")
-
-
-@pytest.mark.parametrize("keys", [[b"k"] * 1_001, [b"x" * 8_000] * 20])
-def test_a_question_is_limited(keys: list[bytes]) -> None:
-    world = world_of(1)
-    with pytest.raises(ProtocolError, match="MISSING with"):
-        world.ask(0, *keys)
 
 
 def steps(world: World, *names: bytes) -> Iterator[int]:

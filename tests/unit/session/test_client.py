@@ -248,13 +248,6 @@ def test_a_fetched_value_in_pieces_of_every_size(size: int) -> None:
         assert client.waiting is None
 
 
-def test_a_large_fetched_value_in_pieces() -> None:
-    client, call = _fetch()
-    value = pack(bytes(range(256)) * 4096)
-    assert _receive(client, _pieces(value, 5000)) == [call]
-    assert call.result == value
-
-
 def test_nothing_follows_a_fetch_but_its_cancel() -> None:
     client, call = _fetch()
     with pytest.raises(RuntimeError, match="cannot send PING while FETCH is blocking"):
@@ -290,14 +283,6 @@ def test_a_canceled_fetch_in_every_order_and_cut(value: bytes | None) -> None:
             assert (call.done, call.canceled, call.woken) == (True, True, value is not None)
             _, pong = client.fence(3)
             assert client.receive(b"\3\0\0\0") == [pong]
-
-
-@pytest.mark.parametrize("size", range(1, 17))
-def test_a_canceled_fetch_in_pieces(size: int) -> None:
-    client, call = _fetch()
-    client.cancel(call)
-    assert _receive(client, _pieces(pack(b"value") + ABSENT, size)) == [call]
-    assert call.woken
 
 
 def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:

@@ -426,19 +426,6 @@ def test_waiters_and_queues_belong_to_their_store(server: Server) -> None:
     assert take(first) == b"\0"
 
 
-@pytest.mark.parametrize("items", [
-    {}, {"name": ""}, {"name": "n" * 513}, {"name": "a", "owner": "o" * 65}, {"name": "a", "joins": "x"},
-    {"name": "a", "owner": "o", "unknown": "u" * 4096}, {"name": b"\xff"},
-])  # fmt: skip
-def test_an_invalid_enter_closes(server: Server, items: dict[str, Any]) -> None:
-    session = server.connect()
-    name = items.pop("name", None)
-    with pytest.raises(ProtocolError):
-        server.say(session, enter(name, **items))
-    session.leave()
-    assert not server.named.stores
-
-
 def test_enter_must_come_first(server: Server) -> None:
     for before in (enter("b", owner="o"), join(b"init/", b"t"), wait(b"/k")):
         session = server.connect()
