@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from support import LIMIT, RawPeer, Server, blob, keys, resting, u64
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, keys, listening, resting, u64
 
 I64 = struct.Struct("<q")
 
@@ -79,23 +79,9 @@ class Watch:
         return int(found[1])
 
 
-@contextmanager
-def server_under(prefix: list[str], *options: str) -> Iterator[Server]:
+def server_under(prefix: list[str], *options: str) -> AbstractContextManager[Server]:
     """`tcpstore serve`, started by another command such as prlimit."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        command = [*prefix, sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", *options]
-        with log.open("wb") as errors:
-            process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors)
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line, f"the server did not start: {log.read_text()}"
-            yield Server(process, line, log)
-        finally:
-            process.kill()
-            process.wait(LIMIT)
-            process.stdout.close()
+    return listening(["serve", "--port", "0", *options], prefix=prefix)
 
 
 @contextmanager
@@ -119,6 +105,19 @@ def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
+def connect(port: int) -> RawPeer | None:
+    """Return a connection, if the server accepts it."""
+    peer = RawPeer(port, validate=False)
+    try:
+        peer.send(HANDSHAKE + b"\x0dping")
+        if peer.socket.recv(4) == b"ping":
+            return peer
+    except ConnectionError:
+        pass
+    peer.close()
+    return None
+
+
 def number(peer: RawPeer, request: bytes) -> int:
     """Send a request; return its reply, an i64."""
     answer: int = I64.unpack(peer.ask(request, 8))[0]
@@ -130,8 +129,7 @@ def num_keys(peer: RawPeer) -> int:
 
 
 def get(peer: RawPeer, key: bytes) -> bytes:
-    size = struct.unpack("<Q", peer.ask(b"\x03" + blob(key), 8))[0]
-    return peer.read(size)
+    return peer.ask_value(b"\x03" + blob(key))
 
 
 FRAMES: dict[str, bytes] = {

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from client.fakes import PROBE, STOCK, answer_probe, exactly, fake_server, greet, proxy_to
+from contract.store_kinds import either_client
 from marks import ON_STOCK
-from support import LIMIT, RawPeer, blob, tcpstore_server, torch_server
+from support import LIMIT, blob, server_of, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistError, DistNetworkError, TCPStore
 
 CUT = "Failed to recv, got 0 bytes|reset by peer|Broken pipe|no sense|nobody asked|bytes"
@@ -24,34 +25,25 @@ CUT = "Failed to recv, got 0 bytes|reset by peer|Broken pipe|no sense|nobody ask
 # A cut connection
 
 
+clients = pytest.mark.parametrize("client", ["sync", "async"])
+
+
+@clients
 @pytest.mark.parametrize("server", ["ours", pytest.param("libuv", marks=ON_STOCK)])
-def test_what_was_sent_is_never_sent_again(server: str) -> None:
+def test_what_was_sent_is_never_sent_again(server: str, client: str) -> None:
     """The connection is cut between an ADD and its answer: the call fails, and so do all that follow."""
-    with tcpstore_server() if server == "ours" else torch_server() as running:
-        port = running if isinstance(running, int) else running.port
-        with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+    with server_of(server) as port, either_client(client) as connect:
+        with proxy_to(port) as proxy:
+            store = connect(proxy.port)
             assert store.add("n", 1) == 1
-            with pytest.raises(Exception, match="wait timeout"):
+            with pytest.raises(DistError, match="wait timeout"):
                 store.wait(["never"], 0)
             proxy.cut_before = b"\x04" + blob(b"/n")
             for _ in range(3):
                 with pytest.raises(DistNetworkError, match=CUT):
                     store.add("n", 1)
             assert proxy.connections == 1
-        with TCPStore("127.0.0.1", port, timeout=LIMIT) as other:
-            assert other.add("n", 0) == 2
-
-
-async def test_nor_by_the_async_client() -> None:
-    with tcpstore_server() as server, proxy_to(server.port) as proxy:
-        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
-            proxy.cut_before = b"\x04" + blob(b"/n")
-            for _ in range(3):
-                with pytest.raises(DistNetworkError):
-                    await store.add("n", 1)
-        assert proxy.connections == 1
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT) as other:
-            assert await other.add("n", 0) == 1
+        assert connect(port).add("n", 0) == 2
 
 
 def test_a_write_that_is_lost_fails_the_next_call() -> None:
@@ -73,12 +65,14 @@ def test_a_write_that_is_lost_fails_the_next_call() -> None:
             waiting.result(LIMIT)
 
 
-def test_a_further_connection_leads_to_the_same_server() -> None:
+@clients
+def test_a_further_connection_leads_to_the_same_server(client: str) -> None:
     """The server behind a name is another one now: the store's next call fails, and nothing reaches the new one."""
     with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
-        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store, ThreadPoolExecutor(1) as threads:
+        with either_client(client) as connect, ThreadPoolExecutor(1) as threads:
+            store = connect(proxy.port)
             waiting = threads.submit(store.get, "never")
-            while b"/never" not in proxy.all_sent():
+            while proxy.all_sent().count(b"/never") < (1 if client == "sync" else 3):  # an async one looks twice
                 pass
             proxy.target = second.port
             with pytest.raises(DistNetworkError, match="a different server is now listening"):
@@ -89,61 +83,38 @@ def test_a_further_connection_leads_to_the_same_server() -> None:
             assert other.num_keys() == 0
 
 
-async def test_so_does_the_async_clients() -> None:
-    with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
-        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
-            waiting = asyncio.create_task(store.get("never"))
-            while proxy.all_sent().count(b"/never") < 3:  # it has looked, and now waits, on the only connection
-                await asyncio.sleep(0.001)
-            proxy.target = second.port
-            with pytest.raises(DistNetworkError, match="a different server is now listening"):
-                await store.add("n", 1)
-            with pytest.raises(DistNetworkError, match="a different server is now listening"):
-                await waiting
-        async with await AsyncTCPStore.connect("127.0.0.1", second.port, timeout=LIMIT) as other:
-            assert await other.num_keys() == 0
-
-
 @pytest.mark.parametrize("server", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 def test_what_goes_over_the_wire(server: str) -> None:
     """One probe, however many threads; a get is one round trip on ours; nothing above 18 to PyTorch's servers."""
-    with tcpstore_server() if server == "ours" else torch_server() as running:
-        port = running if isinstance(running, int) else running.port
-        with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
-            store.set("k", "v")
-            assert store.add("n", 1) == 1
-            assert proxy.all_sent().count(PROBE) == 1
-            with ThreadPoolExecutor(8) as threads:
-                assert set(threads.map(store.get, ["k"] * 32)) == {b"v"}
-            assert proxy.all_sent().count(PROBE) == 1
-            before = len(proxy.senders[0])
-            if len(proxy.senders) == 1:
-                assert store.get("k") == b"v"
-                assert proxy.senders[0][before:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
-            asked = bytes(proxy.sent[0])[-10 - len("k") :]
-            commands = proxy.all_sent().replace(struct.pack("<I", os.getpid()), b"")  # a pid may have any bytes
-            assert (b"\x40" in commands) == (server == "ours")
-            assert asked
+    with (
+        server_of(server) as port,
+        proxy_to(port) as proxy,
+        TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        store.set("k", "v")
+        assert store.add("n", 1) == 1
+        assert proxy.all_sent().count(PROBE) == 1
+        assert set(threads.map(store.get, ["k"] * 32)) == {b"v"}
+        assert proxy.all_sent().count(PROBE) == 1
+        before = len(proxy.senders[0])
+        if len(proxy.senders) == 1:
+            assert store.get("k") == b"v"
+            assert proxy.senders[0][before:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
+        commands = proxy.all_sent().replace(struct.pack("<I", os.getpid()), b"")  # a pid may have any bytes
+        assert (b"\x40" in commands) == (server == "ours")
 
 
 # Lies
 
 
-def answering(reply: bytes, after: bytes = b"") -> Callable[[socket.socket], None]:
+def answering(reply: bytes) -> Callable[[socket.socket], None]:
     """A server that greets, replies to the probe as PyTorch's do, and then sends this to every request."""
 
     def talk(peer: socket.socket) -> None:
         greet(peer)
-        while True:
-            said = peer.recv(65536)
-            if not said:
-                return
-            if said == PROBE:
-                peer.sendall(STOCK)
-            else:
-                peer.sendall(reply)
-                if after:
-                    peer.sendall(after)
+        while said := peer.recv(65536):
+            peer.sendall(STOCK if said == PROBE else reply)
 
     return talk
 
@@ -163,27 +134,18 @@ LIES: list[tuple[str, bytes, Callable[[Any], Any]]] = [
 ]
 
 
+@clients
 @pytest.mark.parametrize(("lie", "reply", "call"), LIES)
-def test_a_lie_ends_the_store(lie: str, reply: bytes, call: Callable[[Any], Any]) -> None:
-    with fake_server(answering(reply)) as fake, TCPStore("127.0.0.1", fake.port, timeout=5) as store:
+def test_a_lie_ends_the_store(lie: str, reply: bytes, call: Callable[[Any], Any], client: str) -> None:
+    with fake_server(answering(reply)) as fake, either_client(client) as connect:
+        store = connect(fake.port)
+        store.set_timeout(5)
         for _ in range(2):
             with pytest.raises(DistError):
                 call(store)
         if lie != "unexpected answer to a cancel":
             with pytest.raises(DistNetworkError):
                 store.set("k", "v")
-
-
-@pytest.mark.parametrize(("lie", "reply", "call"), LIES)
-async def test_a_lie_ends_the_async_store(lie: str, reply: bytes, call: Callable[[Any], Any]) -> None:
-    with fake_server(answering(reply)) as fake:
-        async with await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=5) as store:
-            for _ in range(2):
-                with pytest.raises(DistError):
-                    await asyncio.wait_for(call(store), LIMIT)
-            if lie != "unexpected answer to a cancel":
-                with pytest.raises(DistNetworkError):
-                    await store.set("k", "v")
 
 
 @pytest.mark.parametrize("pong", [b"\1\2\3\4", b"HTTP/1.1 400\r\n\r\n", b"", b"\xff" * 10])
@@ -233,13 +195,3 @@ def test_a_server_that_is_killed_ends_every_call_at_once() -> None:
             assert "the server process" not in str(raised.value)
             with pytest.raises(DistNetworkError, match=rf"the server process for port {store.port} \(pid \d+\) "):
                 store.add("n", 1)
-
-
-def test_the_server_is_not_harmed() -> None:
-    with tcpstore_server() as server:
-        for _ in range(20):
-            store = TCPStore("127.0.0.1", server.port, timeout=LIMIT)
-            store.set("k", "v")
-            store.close()
-        with RawPeer(server.port) as peer:
-            peer.ping()

@@ -11,8 +11,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from support import LIMIT
+from support import LIMIT, in_child, run_python
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
 from tcpstore_async.base.errors import counted
 from tcpstore_async.stores.file import records, reentrant_lock, torn_records
@@ -95,42 +93,23 @@ def demand_everything(path: Path, adders: list[Adder]) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_killed_writers_of_ours_beside_pytorchs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("killed", "times", "others"), [("ours", 8, "torch"), ("torch", 4, "ours")])
+def test_killed_writers(killed: str, times: int, others: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "store"
-    stay = [Adder("torch", path, f"torch{number}") for number in range(2)]
-    for adder in stay:
-        adder.until_ready()
-    killed = []
+    stay = [Adder(others, path, f"{others}{number}") for number in range(2)]
+    adders = list(stay)
     chance = random.Random(1)
-    for number in range(8):
-        adder = Adder("ours", path, f"ours{number}")
-        killed.append(adder)
-        adder.until_ready()
-        time.sleep(chance.uniform(0.05, 0.4))
-        adder.kill()
+    for number in range(times):
+        adders.append(Adder(killed, path, f"{killed}{number}"))
+        for adder in adders[-1:] if number else adders:
+            adder.until_ready()
+        time.sleep(chance.uniform(0.05, 0.5))
+        adders[-1].kill()
     demand_progress(stay)
     for adder in stay:
         adder.kill()
-    demand_everything(path, killed + stay)
-
-
-@pytest.mark.timeout(240)
-def test_killed_writers_of_pytorchs_beside_ours(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    path = tmp_path / "store"
-    stay = [Adder("ours", path, f"ours{number}") for number in range(2)]
-    killed = [Adder("torch", path, f"torch{number}") for number in range(4)]
-    for adder in stay + killed:
-        adder.until_ready()
-    chance = random.Random(2)
-    for adder in killed:
-        time.sleep(chance.uniform(0.1, 0.5))
-        adder.kill()
-    demand_progress(stay)
-    for adder in stay:
-        adder.kill()
-    demand_everything(path, stay + killed)
+    demand_everything(path, adders)
 
 
 # Torn records
@@ -329,10 +308,8 @@ def test_directory_created_later(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_directory_never_created(tmp_path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"^timeout after 200ms: .*/never/store: No such directory: .*/never$"):
         FileStore(tmp_path / "never" / "store", timeout=0.2)
-    assert 0.2 <= time.monotonic() - began < LIMIT / 2
 
 
 def test_removed_file(tmp_path: Path) -> None:
@@ -383,12 +360,10 @@ def test_lock_held_by_another(tmp_path: Path, timeout: float) -> None:
         store.set_timeout(timeout)
         with locked_by_another(path):
             for call in (lambda: store.set("k", "v"), lambda: store.check(["k"]), lambda: store.get("k")):
-                began = time.monotonic()
                 with pytest.raises(
                     StoreTimeoutError, match=r"^timeout after \d+ms: .*/store: locked by another process or store$"
                 ):
                     call()
-                assert time.monotonic() - began < LIMIT / 2
         store.set("k", "v")
 
 
@@ -463,24 +438,19 @@ def test_forked_child_uses_the_store_and_is_not_counted(tmp_path: Path) -> None:
             while not busy.is_set():
                 store.add("busy", 1)
 
+        def child() -> None:
+            store.add("children", 1)
+            store.close()
+
         thread = threading.Thread(target=write)
         thread.start()
         try:
             for _ in range(20):
-                code = f"child {os.getpid()}"
-                pid = os.fork()
-                if not pid:
-                    try:
-                        store.add(code, 1)
-                        store.close()
-                        os._exit(0)
-                    finally:
-                        os._exit(1)
-                assert os.waitpid(pid, 0)[1] == 0
+                assert in_child(child) == "None"
         finally:
             busy.set()
             thread.join()
-        assert store.add(code, 0) == 20
+        assert store.add("children", 0) == 20
         assert path.exists()
     assert not path.exists()
 
@@ -506,9 +476,7 @@ store.itself = store
 
 def test_store_is_closed_at_exit(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    command = [sys.executable, "-W", "error", "-c", LEFT, str(path)]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
-    assert (found.returncode, found.stderr) == (0, b"")
+    run_python(LEFT, path)
     assert not path.exists()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from faults.fault_helpers import program, until
 from faults.owner_programs import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
 from support import LIMIT, RawPeer, free_port
@@ -355,17 +356,7 @@ def test_the_package_in_a_directory_that_was_added(tmp_path: Path) -> None:
 
 def test_nothing_in_the_current_directory_is_imported(tmp_path: Path) -> None:
     trap = "import os\nos.write(2, b'imported: ' + __file__.encode())\nos._exit(7)\n"
-    for name in (
-        "asyncio",
-        "socket",
-        "signal",
-        "uvloop",
-        "msgspec",
-        "tcpstore_async",
-        "sitecustomize",
-        "types",
-        "click",
-    ):
+    for name in "asyncio socket signal uvloop msgspec tcpstore_async sitecustomize types click".split():
         (tmp_path / f"{name}.py").write_text(trap)
     here = (
         "import tcpstore_async.server.process.parent, asyncio, msgspec, tempfile\n"
@@ -503,22 +494,15 @@ def serve(
     command = [sys.executable, "-m", "tcpstore_async", "serve", "--grace", "60", "--backend", backend]
     with ours, tempfile.TemporaryFile() as output:
         with theirs, listener:
+            owned = ["--listen-fd", fds[0], "--owner-pid", owner_pid or os.getpid(), "--control-fd", fds[1]]
             process = subprocess.Popen(
-                [*command, *_owned_by(owner_pid or os.getpid(), *fds)],
-                cwd=tempfile.gettempdir(),
-                pass_fds=fds,
-                stdout=output,
-                stderr=output,
+                [*command, *map(str, owned)], cwd=tempfile.gettempdir(), pass_fds=fds, stdout=output, stderr=output
             )
         try:
             yield process, ours
         finally:
             process.kill()
             process.wait(LIMIT)
-
-
-def _owned_by(pid: int, listen_fd: int, control_fd: int) -> list[str]:
-    return ["--listen-fd", str(listen_fd), "--owner-pid", str(pid), "--control-fd", str(control_fd)]
 
 
 def heard(control: socket.socket) -> dict[str, object]:
@@ -585,6 +569,24 @@ def test_what_it_cannot_listen_on_is_reported() -> None:
         assert process.wait(LIMIT) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--owner-pid 1",
+        "--control-fd 3",
+        "--owner-pid 1 --control-fd 3",
+        "--listen-fd 3 --control-fd 3",
+        "--listen-fd 3 --owner-pid 1",
+        "--listen-fd 3 --owner-pid 1 --control-fd 3 --port-file port",
+        "--listen-fd 3 --owner-pid 0 --control-fd 3",
+    ],
+)
+def test_options_that_do_not_go_together(words: str) -> None:
+    done = run_command(None, "serve", *words.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Error" in done.stderr
+
+
 def test_a_server_outlives_the_thread_that_started_it() -> None:
     """The owner is a process: a parent-death signal would be sent when the thread ends."""
     in_a_thread = """
@@ -610,29 +612,3 @@ master.host = host
         program.go_on()
         assert program.process.wait(LIMIT) == 0
         assert program.server.ended()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--owner-pid", "1"],
-        ["--control-fd", "3"],
-        ["--owner-pid", "1", "--control-fd", "3"],
-        ["--listen-fd", "3", "--control-fd", "3"],
-        ["--listen-fd", "3", "--owner-pid", "1"],
-        ["--listen-fd", "3", "--owner-pid", "1", "--control-fd", "3", "--port-file", "port"],
-        ["--listen-fd", "3", "--owner-pid", "0", "--control-fd", "3"],
-    ],
-    ids=" ".join,
-)
-def test_options_that_do_not_go_together(options: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tcpstore_async", "serve", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 2
-    assert "Error" in done.stderr
-    assert not done.stdout

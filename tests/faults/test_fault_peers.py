@@ -89,30 +89,6 @@ def test_half_a_handshake(server: Server, other: RawPeer) -> None:
     gone(server, files)
 
 
-def test_frames_that_stall_are_executed_when_they_go_on_and_not_before(server: Server, other: RawPeer) -> None:
-    prepare(other)
-    stalled = []
-    for name, frame in FRAMES.items():
-        for cut in {1, len(frame) // 2, len(frame) - 1} - {0, len(frame)}:
-            peer = RawPeer(server.port)
-            peer.ping()
-            peer.send(frame[:cut])
-            stalled.append((name, peer, frame[cut:]))
-    settled(server, other)
-    untouched(other)
-    prepare(other)
-    for name, peer, rest in stalled:
-        if name == "SET":
-            peer.send(rest)
-            peer.ping()
-    assert get(other, b"/set") == b"value"
-    assert num_keys(other) == 2
-    other.ask(b"\x08" + blob(b"/set"), 8)
-    for _, peer, _ in stalled:
-        peer.close()
-    untouched(other)
-
-
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
     "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(256)) * 2,
@@ -130,13 +106,6 @@ def test_garbage_is_closed(server: Server, other: RawPeer, kind: str, handshake:
             assert peer.read(len(MISMATCH)) == MISMATCH
         assert peer.closed()
     other.ping()
-
-
-def test_good_replies_before_garbage_arrive(server: Server, other: RawPeer) -> None:
-    with RawPeer(server.port) as peer:
-        peer.send(b"\x0dpong" + b"\x07" + b"\x63")
-        assert peer.read(12) == b"pong" + I64.pack(0)
-        assert peer.closed()
 
 
 @asynccontextmanager
@@ -310,19 +279,6 @@ def test_memory_is_bounded_while_a_peer_reads_nothing(server: Server, other: Raw
         other.ask(b"\x08" + blob(name), 8)
 
 
-def test_a_peer_that_reads_nothing_and_goes(server: Server, other: RawPeer) -> None:
-    """The connection of a paused peer closes too, by a reset."""
-    other.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)))
-    other.ping()
-    files = Watch(server.process.pid).files()
-    for _ in range(5):
-        peer = RawPeer(server.port)
-        peer.send((b"\x03" + blob(b"/big")) * 100)
-        other.ping()
-        peer.reset()
-    gone(server, files)
-
-
 def test_a_reply_over_the_budget_is_not_built(backend: str) -> None:
     """The 2 kB request that takes PyTorch's server to 1.4 GB."""
     size = 8 * MIB
@@ -450,34 +406,6 @@ def test_a_peer_that_has_half_closed_and_reads_nothing_costs_no_cpu(server: Serv
         assert watch.cpu() - before < 0.1, "the server spins"
 
 
-def test_byte_by_byte(server: Server, other: RawPeer) -> None:
-    """Forty slow peers at once: every byte a segment of its own, handshake included."""
-    peers = [RawPeer(server.port, validate=False) for _ in range(40)]
-    stream = HANDSHAKE + b"".join(
-        [b"\x04" + blob(b"/count") + I64.pack(1), FRAMES["CHECK"], FRAMES["PING"], FRAMES["MULTI_GET"]]
-    )
-    for i in range(len(stream)):
-        for peer in peers:
-            peer.send(stream[i : i + 1])
-        other.ping()
-    counts = set()
-    for peer in peers:
-        counts.add(I64.unpack(peer.read(8))[0])
-        assert peer.read(1 + 4 + 16) == b"\x01" + b"1234" + bytes(16)
-        peer.close()
-    assert counts == set(range(1, 41))
-
-
-def test_two_thousand_connects_and_resets(server: Server, other: RawPeer) -> None:
-    files = Watch(server.process.pid).files()
-    for i in range(2000):
-        peer = RawPeer(server.port, validate=i % 2 == 0)
-        peer.reset()
-        if i % 100 == 0:
-            other.ping()
-    gone(server, files)
-
-
 @pytest.mark.parametrize("ending", ["close", "reset", "garbage"])
 def test_the_hand_off_of_a_peer_that_leaves_goes_to_the_next(server: Server, other: RawPeer, ending: str) -> None:
     """When a woken queue waiter leaves without popping, the next waiter is woken."""
@@ -497,20 +425,3 @@ def test_the_hand_off_of_a_peer_that_leaves_goes_to_the_next(server: Server, oth
             first.close()
         assert second.read(1) == b"\0"
         assert second.ask(b"\x0f" + blob(b"/queue"), 20) == I64.pack(1) + blob(b"item")
-
-
-def test_names_of_peers_are_numbers_in_the_log(server: Server, other: RawPeer) -> None:
-    text = server.log()
-    assert "127.0.0.1:" in text
-    assert "localhost" not in text
-    assert "Traceback" not in text
-
-
-def test_the_log_names_the_peer_by_address_and_pid(backend: str) -> None:
-    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
-        peer.ping(os.getpid())
-        address = f"127.0.0.1:{peer.socket.getsockname()[1]} (pid {os.getpid()})"
-        peer.send(struct.pack("<B", 200))
-        assert peer.closed()
-        assert address in server.log()
-        assert "opcode 200" in server.log()

@@ -4,8 +4,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,26 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from faults.fault_helpers import I64, Watch, program, server_under, until
-from support import HANDSHAKE, LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, refused, tcpstore_server
+from faults.fault_helpers import I64, Watch, connect, program, server_under, until
+from support import LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, refused, tcpstore_server
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.needs_proc]
 
 BACKLOG = 65_535
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
-
-
-def connect(port: int) -> RawPeer | None:
-    """Return a connection, if the server accepts it."""
-    peer = RawPeer(port, validate=False)
-    try:
-        peer.send(HANDSHAKE + b"\x0dping")
-        if peer.socket.recv(4) == b"ping":
-            return peer
-    except ConnectionError:
-        pass
-    peer.close()
-    return None
 
 
 @contextmanager
@@ -157,17 +142,6 @@ def test_pytorchs_server_grows_its_file_table_while_ranks_wait() -> None:
         assert Watch(process.pid).file_table() < 5000
 
 
-def test_the_backlog_is_as_long_as_the_kernel_allows() -> None:
-    somaxconn = int(SOMAXCONN.read_text())
-    with tcpstore_server("--log-level", "debug") as server:
-        warned = f"net.core.somaxconn is {somaxconn}" in server.log()
-        assert warned == (somaxconn < BACKLOG)
-        if shutil.which("ss") is None:
-            pytest.skip("ss is needed to see the backlog")
-        listed = subprocess.run(["ss", "-ltnH", f"sport = :{server.port}"], capture_output=True, text=True, check=True)
-        assert listed.stdout.split()[2] == str(min(BACKLOG, somaxconn))
-
-
 @pytest.mark.parametrize("somaxconn", [128, 65_535])
 def test_a_short_backlog_is_warned_of(backend: str, somaxconn: int) -> None:
     """In a network namespace of its own, where the kernel's limit can be set."""
@@ -280,32 +254,6 @@ def test_sigint_stops_at_once_even_while_draining(backend: str, drain: bool) -> 
         assert peer.closed()
         assert server.process.wait(LIMIT) == 0
         assert "Traceback" not in server.log()
-
-
-def test_the_port_can_be_had_again_at_once(backend: str) -> None:
-    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
-        peer.ping()
-        server.stop()
-        with (
-            tcpstore_server("--backend", backend, "--port", str(server.port)) as next_one,
-            RawPeer(next_one.port) as late_peer,
-        ):
-            assert next_one.port == server.port
-            late_peer.ping()
-
-
-def test_a_port_in_use_is_an_error() -> None:
-    with tcpstore_server() as server:
-        done = subprocess.run(
-            [sys.executable, "-m", "tcpstore_async", "serve", "--port", str(server.port)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            cwd=tempfile.gettempdir(),
-        )
-        assert done.returncode == 1
-        assert str(server.port) in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 NAMELESS = """

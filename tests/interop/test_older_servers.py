@@ -18,12 +18,15 @@ from typing import Any
 import pytest
 
 from client.fakes import fake_server, greet
+from contract.store_kinds import either_client
 from support import LIMIT, torch_server
-from tcpstore_async import AsyncTCPStore, DistNetworkError, QueueEmptyError, StoreTimeoutError, TCPStore
+from tcpstore_async import AsyncTCPStore, DistNetworkError, QueueEmptyError, Store, StoreTimeoutError, TCPStore
 from tcpstore_async.wire.commands import BY_METHOD
 from versions import needs
 
 pytestmark = needs("barrier")
+
+clients = pytest.mark.parametrize("client", ["sync", "async"])
 
 PING = BY_METHOD["ping"].opcode
 
@@ -89,26 +92,18 @@ def test_a_server_without_ping(newest: int) -> None:
             store.barrier("b2", 2, 0.05)
 
 
-def test_barriers_of_a_server_without_them(newest: int) -> None:
+@clients
+def test_barriers_of_a_server_without_them(newest: int, client: str) -> None:
     """Over its keys, as PyTorch's stores without a barrier of their own make one; tried once for all threads."""
-    with older(newest, "barrier") as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+    with older(newest, "barrier") as port, either_client(client) as connect:
+        store = connect(port)
         with ThreadPoolExecutor(8) as threads:
             for number in range(3):
-                for one in [threads.submit(store.barrier, f"round {number}", 8) for _ in range(8)]:
+                for one in [threads.submit(store.barrier, f"{client} {number}", 8) for _ in range(8)]:
                     one.result(LIMIT)
         with pytest.raises(StoreTimeoutError):
-            store.barrier("incomplete", 2, 0.05)
-        assert store.get("round 0/num_members") == b"8"
-
-
-async def test_barriers_of_the_async_client(newest: int) -> None:
-    with older(newest, "barrier") as port:
-        async with AsyncTCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-            await store.ping()
-            await asyncio.gather(*(store.barrier("async", 50) for _ in range(50)))
-            with pytest.raises(StoreTimeoutError):
-                await store.barrier("incomplete too", 2, 0.05)
-            assert await store.get("async/num_members") == b"50"
+            store.barrier(f"{client} incomplete", 2, 0.05)
+        assert store.get(f"{client} 0/num_members") == b"8"
 
 
 CALLS: list[tuple[str, Callable[[Any], Any], str]] = [
@@ -119,47 +114,32 @@ CALLS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("poll", lambda store: store.queue_pop("q", False), "has no queues (PyTorch added them in 2.8"),
 ]
 
-lacking = pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
 
-
-@lacking
-def test_methods_that_older_servers_cannot_have(newest: int, call: Callable[[TCPStore], Any], said: str) -> None:
+@clients
+@pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
+def test_methods_that_older_servers_cannot_have(
+    newest: int, call: Callable[[Store], Any], said: str, client: str
+) -> None:
     """It is said at once, and the store goes on, with what it has written."""
     lacks = ("list_keys", "queue_push", "queue_len", "queue_pop")
-    with older(newest, *lacks) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+    with older(newest, *lacks) as port, either_client(client) as connect, ThreadPoolExecutor(8) as threads:
+        store = connect(port)
         store.append("log", ".")
-        for _ in range(2):
-            with pytest.raises(NotImplementedError, match=re.escape(said)):
-                call(store)
-        with store.clone() as clone, pytest.raises(NotImplementedError, match=re.escape(said)):
-            call(clone)
+        with store.clone() as clone:
+            for one in [threads.submit(call, store) for _ in range(20)] + [threads.submit(call, clone)]:
+                with pytest.raises(NotImplementedError, match=re.escape(said)):
+                    one.result(LIMIT)
         assert store.get("log").endswith(b".")
 
 
-@lacking
-async def test_the_same_of_the_async_client(newest: int, call: Callable[[AsyncTCPStore], Any], said: str) -> None:
-    with older(newest, "list_keys", "queue_push", "queue_len", "queue_pop") as port:
-        async with AsyncTCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-            for one in await asyncio.gather(*(call(store) for _ in range(20)), return_exceptions=True):
-                assert isinstance(one, NotImplementedError)
-                assert said in str(one)
-            await store.ping()
-
-
-def test_a_value_ends_a_wait_for_a_queue(newest: int) -> None:
+@clients
+def test_a_value_ends_a_wait_for_a_queue(newest: int, client: str) -> None:
     """The server has queues and cannot list keys, which is how that is told apart elsewhere."""
-    with older(newest, "list_keys") as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-        store.set("plain", "v")
+    with older(newest, "list_keys") as port, either_client(client) as connect:
+        store = connect(port)
+        store.set(f"plain {client}", "v")
         with pytest.raises(QueueEmptyError):
-            store.queue_pop("plain")
-
-
-async def test_the_same_wait_of_the_async_client(newest: int) -> None:
-    with older(newest, "list_keys") as port:
-        async with AsyncTCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-            await store.set("plain too", "v")
-            with pytest.raises(QueueEmptyError):
-                await store.queue_pop("plain too")
+            store.queue_pop(f"plain {client}")
 
 
 def test_a_server_that_stops_during_the_probe(newest: int) -> None:
@@ -256,35 +236,22 @@ def cut(peer: socket.socket) -> None:
     """The connection is lost, though the server knows what it is asked."""
 
 
-def test_one_lost_probe_proves_nothing(newest: int) -> None:
-    with fake_server(Second(newest, cut)) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
-        assert store.queue_len("q") == 0
+@clients
+def test_one_lost_probe_proves_nothing(newest: int, client: str) -> None:
+    with fake_server(Second(newest, cut)) as fake, either_client(client) as connect:
+        assert connect(fake.port).queue_len("q") == 0
 
 
-async def test_the_same_try_of_the_async_client(newest: int) -> None:
-    with fake_server(Second(newest, cut)) as fake:
-        async with await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=LIMIT) as store:
-            assert await store.queue_len("q") == 0
-
-
-def test_a_barrier_over_keys_keeps_its_timeout(newest: int) -> None:
+@clients
+def test_a_barrier_over_keys_keeps_its_timeout(newest: int, client: str) -> None:
     """Though the server has stopped, and the store's is another."""
     frozen = threading.Event()
-    with stopping(newest, frozen) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-        store.barrier("before", 1)
+    with stopping(newest, frozen) as port, either_client(client) as connect:
+        store = connect(port)
+        store.barrier(f"{client} before", 1)
         frozen.set()
-        with pytest.raises(StoreTimeoutError, match="barrier timeout after 100ms, key: after"):
-            store.barrier("after", 1, 0.1)
-
-
-async def test_the_same_barrier_of_the_async_client(newest: int) -> None:
-    frozen = threading.Event()
-    with stopping(newest, frozen) as port:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-            await store.barrier("async before", 1)
-            frozen.set()
-            with pytest.raises(StoreTimeoutError, match="barrier timeout after 100ms, key: async after"):
-                await store.barrier("async after", 1, 0.1)
+        with pytest.raises(StoreTimeoutError, match=f"barrier timeout after 100ms, key: {client} after"):
+            store.barrier(f"{client} after", 1, 0.1)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     elastic_agent.py OPTIONS OF TORCHRUN
 
-With ELASTIC_LOG=1, it prints what our handler logs. With ELASTIC_WAIT, it begins when that file is there.
+With ELASTIC_LOG=1, it prints what our handler logs.
 test_torch_launchers.py runs agents and workers as users do, each with an interpreter of its own.
 """
 
@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
@@ -71,7 +70,5 @@ if __name__ == "__main__":
     if os.environ.get("ELASTIC_LOG"):
         logging.getLogger("tcpstore_async").addHandler(logging.StreamHandler())
         logging.getLogger("tcpstore_async").setLevel(logging.INFO)
-    while (file := os.environ.get("ELASTIC_WAIT")) and not os.path.exists(file):
-        time.sleep(0.05)
     autoload()
     torchrun()

@@ -3,7 +3,7 @@
     elastic_worker.py FOLDER WHAT
 
 They meet where torchrun says, or at ELASTIC_URL. `end`: ends. `fail`: one of the first round is killed, and the others
-wait for their agents to end them. `hold`: waits until FOLDER/go is there. `crash`: always fails.
+wait for their agents to end them. `hold`: waits until FOLDER/go is there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 
 def main(folder: Path, what: str) -> None:
-    if what == "crash":
-        sys.exit("as it was told")
     failed = folder / "failed"
     fails = what == "fail" and not failed.exists()
     url = os.environ.get("ELASTIC_URL", "env://")

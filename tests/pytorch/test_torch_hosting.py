@@ -8,9 +8,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,11 +21,12 @@ import tcpstore_async
 import tcpstore_async.torch as ours
 from client.fakes import PROBE, proxy_to
 from client.test_joins import Cutter
+from pytorch.test_torch_install import say
 from support import LIMIT, blob, free_port, tcpstore_server
 from tcpstore_async.client import requests
 from tcpstore_async.torch import native_server, pytorchs_server, tcpstore_patch
 from torch_forker import Program
-from versions import QUIET, since, unsaid
+from versions import since, unsaid
 
 pytestmark = pytest.mark.measured
 
@@ -165,19 +163,6 @@ def test_a_timeout_of_0_raises_at_once(port: int) -> None:
     """Our stores would wait for ever, PyTorch's raises at once."""
     with pytest.raises(dist.DistNetworkError):
         Cpp("127.0.0.1", port, 2, True, timedelta(0))
-
-
-def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
-    store = Cpp("127.0.0.1", 0, 1, True, SECONDS)
-    assert joined(store.port) is None
-    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert line == (
-        f"using PyTorch's own server on port {store.port} instead of tcpstore_async's: "
-        "this store's server cannot run in a thread of this process: unset TCPSTORE_SERVER"
-    )
 
 
 def test_rank_0_is_a_client_where_the_agent_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,10 +334,7 @@ dist.barrier()
 print(type(dist.distributed_c10d._get_default_store().underlying_store) is dist.TCPStore)
 import tcpstore_async
 print(tcpstore_async.TCPStore("127.0.0.1", {port})._connection().extended())"""
-    env = {**os.environ, "TCPSTORE_INSTALL": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, *QUIET, "-c", code]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, env=env)
-    assert unsaid(done.stdout).strip() == "True\nTrue", done.stderr
+    assert say(code, TCPSTORE_INSTALL="1", PYTHONWARNINGS="ignore")[0] == "True\nTrue"
     assert not in_use(port)
 
 
@@ -384,14 +366,7 @@ print(over.get("k").decode())"""
 @pytest.mark.parametrize(("client", "classes"), [("native", False), ("python", True)])
 def test_open_stores_do_not_delay_or_crash_the_exit(client: str, classes: bool) -> None:
     """Neither C++ destructors nor stopping servers keep the interpreter from exiting, or crash it."""
-    done = subprocess.run(
-        [sys.executable, *QUIET, "-c", ENDS.format(client=client, classes=classes)],
-        cwd=tempfile.gettempdir(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert (done.returncode, unsaid(done.stdout).strip()) == (0, "v"), done.stderr
+    assert say(ENDS.format(client=client, classes=classes))[0] == "v"
 
 
 # Types
@@ -545,6 +520,8 @@ import logging, os, sys, warnings, torch.distributed as dist
 from datetime import timedelta
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
 way, reason, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if reason == "thread":
+    os.environ["TCPSTORE_SERVER"] = "thread"
 warnings.simplefilter("default", RuntimeWarning)
 if reason == "no process":
     sys.executable = "/nonexistent/python"
@@ -552,6 +529,8 @@ minute = timedelta(seconds=60)
 def make(port, timeout=minute, ranks=1):
     if way == "TCPStore":
         return dist.TCPStore("127.0.0.1", port, ranks, True, timeout, multi_tenant=True)
+    if way == "a subclass":
+        return type("Mine", (dist.TCPStore,), {})("127.0.0.1", port, ranks, True, timeout)
     if way == "rendezvous":
         return next(dist.rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size={ranks}", timeout=timeout))[0]
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout, ranks, 0)
@@ -567,7 +546,7 @@ def meet(*given, **named):
 
 
 @pytest.mark.parametrize("mode", ["1", "python", "classes"])
-@pytest.mark.parametrize("way", ["TCPStore", "rendezvous", "init_process_group"])
+@pytest.mark.parametrize("way", ["TCPStore", "a subclass", "rendezvous", "init_process_group"])
 @pytest.mark.parametrize("reason", ["thread", "no process"])
 def test_pytorchs_server_takes_the_place_of_ours(reason: str, way: str, mode: str, port: int) -> None:
     """With one warning. Our client may use a thread, which then is ours; PyTorch's may not."""
@@ -575,10 +554,9 @@ def test_pytorchs_server_takes_the_place_of_ours(reason: str, way: str, mode: st
 store = meet(port)
 with __import__("tcpstore_async").TCPStore("127.0.0.1", port, timeout=60) as look:
     print("ours" if look._connection().extended() else "PyTorch's")"""
-    env = {"TCPSTORE_INSTALL": mode, **({"TCPSTORE_SERVER": "thread"} if reason == "thread" else {})}
-    out, errors = run(code, way, reason, port, **env)
+    out, errors = run(code, way, reason, port, TCPSTORE_INSTALL=mode)
     *said, server = out.splitlines()
-    if mode == "python" and way != "TCPStore":
+    if mode == "python" and way in ("rendezvous", "init_process_group"):
         assert (server, said) == ("ours", [])
         assert errors.count("falling back to a thread") == (reason == "no process")
         return
@@ -599,8 +577,7 @@ def test_stores_share_pytorchs_server_where_it_takes_the_place_of_ours(
 first, second = meet(port), meet(port)
 first.set("shared", "yes")
 print(second.get("shared"))"""
-    env = {"TCPSTORE_INSTALL": mode, **({"TCPSTORE_SERVER": "thread"} if reason == "thread" else {})}
-    out, _ = run(code, way, reason, port, **env)
+    out, _ = run(code, way, reason, port, TCPSTORE_INSTALL=mode)
     assert out.splitlines()[-1] == "b'yes'", out
 
 
@@ -615,8 +592,7 @@ with socket.create_server(("", 0)) as taken:
     meet(taken.getsockname()[1])
 meet(port, timeout=timedelta(seconds=1), ranks=2)
 """
-    env = {"TCPSTORE_SERVER": "thread"} if reason == "thread" else {}
-    told, _ = run(code, way, reason, free_port(), **env, TCPSTORE_INSTALL=mode)
+    told, _ = run(code, way, reason, free_port(), TCPSTORE_INSTALL=mode)
     stock, _ = run(code, way, "", free_port(), TCPSTORE_INSTALL="0")
     expected = stock.splitlines()
     assert len(expected) == 2
@@ -628,7 +604,7 @@ meet(port, timeout=timedelta(seconds=1), ranks=2)
 def test_pytorchs_server_does_not_take_the_place_of_one_that_is_secured(mode: str, secured: str, port: int) -> None:
     code = f"{UNSTARTED}\nassert meet(port) is None"
     env = {secured: "1" if secured == "TCPSTORE_TLS" else "a" * 32}
-    out, _ = run(code, "TCPStore", "", port, **env, TCPSTORE_INSTALL=mode, TCPSTORE_SERVER="thread")
+    out, _ = run(code, "TCPStore", "thread", port, **env, TCPSTORE_INSTALL=mode)
     assert "PyTorch's own server" not in out
     assert len(out.splitlines()) == 1
 
@@ -688,17 +664,3 @@ store.set("a", "b")
 print(store.get("a"))
 """
     assert run(program, TCPSTORE_INSTALL=mode)[0] == "b'b'"
-
-
-def test_a_subclass_falls_back_to_pytorchs_server_as_its_base_does(port: int) -> None:
-    program = f"""
-import torch.distributed as dist
-class Mine(dist.TCPStore):
-    pass
-store = Mine("127.0.0.1", {port}, 1, True)
-store.set("a", "b")
-print(store.get("a"))
-"""
-    stdout, stderr = run(program, TCPSTORE_INSTALL="classes", TCPSTORE_SERVER="thread")
-    assert stdout == "b'b'"
-    assert stderr.count("using PyTorch's own server") == 1

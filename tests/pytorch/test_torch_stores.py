@@ -6,7 +6,6 @@ import gc
 import inspect
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from torch.distributed.elastic.utils import store as elastic
 
 import tcpstore_async
 import tcpstore_async.torch as ours
-from server.test_auth import KEYS
-from support import LIMIT, tcpstore_server
+from server.test_auth import KEY_LINE, KEYS
+from support import LIMIT, secret_file, tcpstore_server
 from tcpstore_async.torch import stores
 from versions import methods, needs, timeout_message
 
@@ -159,9 +158,7 @@ def test_network_errors_are_of_both_trees() -> None:
 
 
 def test_refusals_are_of_both_trees(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
+    keys = secret_file(tmp_path / "keys", KEY_LINE)
     of_both = (tcpstore_async.AccessDeniedError, tcpstore_async.DistStoreError, dist.DistStoreError)
     lost = (*of_both, tcpstore_async.DistNetworkError, dist.DistNetworkError)
     with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
@@ -181,13 +178,11 @@ def test_a_timeout_set_by_cpp(store: Any, cpp: Any) -> None:
     assert store.timeout == cpp.timeout == SHORT
     calls: list[Any] = [lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])]
     says = timeout_message if below_is_theirs(store) else str
-    for call in calls:
-        with pytest.raises(dist.DistStoreError, match=says("50ms")):
-            call()
-    store.set_timeout(timedelta(milliseconds=70))
-    for call in calls:
-        with pytest.raises(dist.DistStoreError, match=says("70ms")):
-            call()
+    for milliseconds in (50, 70):
+        for call in calls:
+            with pytest.raises(dist.DistStoreError, match=says(f"{milliseconds}ms")):
+                call()
+        store.set_timeout(timedelta(milliseconds=70))
 
 
 def test_a_prefix_and_its_store_share_one_timeout() -> None:
@@ -368,10 +363,8 @@ def test_rendezvous_returns_torch_stores(port: int, tmp_path: Path, monkeypatch:
 def test_a_master_waits_for_its_ranks() -> None:
     with pytest.raises(dist.DistStoreError, match=r"after 10 seconds waiting for clients\. 1/2 clients joined\."):
         ours.TCPStore("127.0.0.1", 0, 2, True, timeout=9.5)
-    began = time.monotonic()
     with ours.TCPStore("127.0.0.1", 0, 1, True, MINUTE) as store:
         store.set("k", "v")
-    assert time.monotonic() - began < LIMIT
 
 
 @needs("list_keys")

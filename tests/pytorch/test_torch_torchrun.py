@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -33,7 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from marks import exhaustive
-from support import Server, tcpstore_server, torch_server
+from support import Server, secret_file, tcpstore_server, torch_server
+from support import refused as refuses
 from tcpstore_async import AccessDeniedError
 from tcpstore_async import TCPStore as PlainTCPStore
 from tcpstore_async.auth.tokens import TokenKeys
@@ -43,6 +45,7 @@ from tcpstore_async.client import store_name
 from tcpstore_async.client.server_url import ServerUrl
 from tcpstore_async.relay import named_ports
 from tcpstore_async.stores import agent as stores_agent
+from tcpstore_async.stores.late_agent import Origin
 from tcpstore_async.torch import PrefixStore, TCPStore, rendezvous_handler
 from tls.certificates import HOSTS, certificates
 from tls.peers import TlsPeer, context
@@ -80,6 +83,15 @@ class Job:
         self.port = port
         self.run_id = run_id
         self.agents: list[Program] = []
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                self.kill(agent)
+            agent.end()
 
     def agent(self, what: str, nodes: str = "2", workers: str = "1", conf: str = CONF, **env: str) -> Program:
         process = Program(
@@ -127,12 +139,8 @@ class Job:
 def job(tmp_path: Path, port: int) -> Iterator[Job]:
     if not hasattr(registry, "_register_out_of_tree_handlers"):
         pytest.skip(f"torchrun of PyTorch {torch.__version__} knows no handlers but its own")
-    job = Job(tmp_path, port)
-    yield job
-    for agent in job.agents:
-        if agent.poll() is None:
-            job.kill(agent)
-        agent.end()
+    with Job(tmp_path, port) as job:
+        yield job
 
 
 def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
@@ -196,14 +204,8 @@ def test_agents_with_tls_and_a_token(job: Job) -> None:
 def hosting(job: Job, nodes: str = "2") -> Program:
     """The agent that hosts the server, started first."""
     first = job.agent("hold", nodes=nodes)
-    job.until(lambda: accepts(job.port))
+    job.until(lambda: not refuses(job.port))
     return first
-
-
-def accepts(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
 
 
 @once
@@ -253,20 +255,6 @@ def alone(job: Job) -> bool:
     """Whether a world of one agent has formed after one of two."""
     sums = [one["sum"] for one in job.seen()]
     return 2.0 in sums and 1.0 in sums[sums.index(2.0) :]
-
-
-@once
-@pytest.mark.parametrize("victim", [0, 1])
-def test_on_a_running_server_either_agent_may_be_killed(job: Job, victim: int) -> None:
-    with tcpstore_server() as server:
-        job.port = server.port
-        agents = [job.agent("hold", nodes="1:2") for _ in range(2)]
-        job.until(lambda: sum(one["sum"] == 2 for one in job.seen()) >= 2)
-        job.kill(agents[victim])
-        job.until(lambda: alone(job))
-        (job.folder / "go").touch()
-        job.end(agents[1 - victim])
-        assert not any(one["stale"] for one in job.seen())
 
 
 def stores(server: Server) -> list[tuple[str, int]]:
@@ -320,19 +308,13 @@ def test_two_jobs_on_one_server(job: Job, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "other").mkdir()
     with tcpstore_server() as server:
         job.port = server.port
-        other = Job(tmp_path / "other", server.port, "other")
-        try:
+        with Job(tmp_path / "other", server.port, "other") as other:
             agents = [one.agent("hold", nodes="1") for one in (job, other)]
             job.until(lambda: len(job.seen()) == 1 and len(other.seen()) == 1)
             assert stores(server) == [("job", 0), ("other", 0)]
             (tmp_path / "go").touch()
             (tmp_path / "other" / "go").touch()
             job.end(*agents)
-        finally:
-            for agent in other.agents:
-                if agent.poll() is None:
-                    other.kill(agent)
-                agent.end()
         job.until(lambda: stores(server) == [])
     for one in (job, other):
         assert groups(one.seen()) == [(1, [0])]
@@ -386,36 +368,6 @@ def test_a_late_agent_of_the_run_that_ended_is_refused(job: Job) -> None:
             job.end(again)
             assert "ended successfully" not in again.errors()
     assert groups(job.seen()) == [(1, [0])] * 3
-
-
-@once
-def test_of_agents_without_a_run_those_that_began_before_the_end_are_late(job: Job) -> None:
-    arrival = job.folder / "arrival"
-    with tcpstore_server() as server:
-        job.port = server.port
-        late = job.agent("end", nodes="1:2", ELASTIC_WAIT=str(arrival))
-        job.end(job.agent("end", nodes="1:2"))
-        arrival.touch()
-        refused(job, late, "this agent's process began before that")
-        assert len(job.seen()) == 1
-        younger = job.agent("end", nodes="1:2")
-        job.end(younger)
-        assert (
-            f"on {socket.getfqdn()}; this agent's process began afterwards, so it begins the job anew"
-            in younger.errors()
-        )
-    assert groups(job.seen()) == [(1, [0])] * 2
-
-
-@once
-def test_an_agent_of_the_run_that_failed_is_not_late(job: Job) -> None:
-    with tcpstore_server() as server:
-        job.port = server.port
-        failing = job.agent("crash", nodes="1", TCPSTORE_ATTEMPT="1")
-        job.until(lambda: failing.poll() is not None)
-        assert "ChildFailedError" in failing.errors()
-        job.end(job.agent("end", nodes="1", TCPSTORE_ATTEMPT="1"))
-    assert groups(job.seen()) == [(1, [0])]
 
 
 def joining(port: int) -> dict[str, str]:
@@ -495,9 +447,7 @@ def test_a_handler_joins_and_closes(server: int) -> None:
 @contextlib.contextmanager
 def requiring_tokens(folder: Path) -> Iterator[Server]:
     """A server that admits only peers with a token of the key `k1:a secret`."""
-    keys = folder / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret\n")
+    keys = secret_file(folder / "keys", "k1:a secret\n")
     with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
         yield own
 
@@ -613,6 +563,20 @@ def test_a_process_may_run_a_job_twice(
     with pytest.raises(RendezvousClosedError, match=r"the same run \(TCPSTORE_ATTEMPT=1\)"):
         rendezvous_handler.create_handler(parameters(server))
     run(parameters(server, reuse_id="1"))
+
+
+def test_without_a_run_an_agent_that_began_before_the_end_is_late(
+    server: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    run(parameters(server))
+    monkeypatch.setattr(rendezvous_handler, "_ended_here", set())
+    with pytest.raises(RendezvousClosedError, match="and this agent's process began before that: there is nothing"):
+        rendezvous_handler.create_handler(parameters(server))
+    monkeypatch.setattr(rendezvous_handler, "own_origin", lambda _: Origin("", "", 0.0))
+    caplog.set_level(logging.INFO)
+    run(parameters(server))
+    assert f"on {socket.getfqdn()}; this agent's process began afterwards, so it begins the job anew" in caplog.text
 
 
 def test_a_late_agent_does_not_join_the_next_run(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -826,11 +790,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 handler = registry.create_handler(RendezvousParameters("tcpstore", "127.0.0.1:0", "job", 1, 1))
 print(handler.get_backend(), type(handler).__module__)
 handler.shutdown()"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=tempfile.gettempdir(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("tcpstore tcpstore_async.torch.rendezvous_handler\n", "")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import LIMIT, free_port, server_of, tcpstore, tcpstore_server
+from support import free_port, secret_file, server_of, tcpstore, tcpstore_server
 from tcpstore_async.base.version import VERSION
 from tls.certificates import Certificates
 
@@ -86,16 +83,9 @@ def test_a_server_with_tls(tmp_path: Path) -> None:
 
 
 def test_a_server_that_wants_a_token(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"first:{'5e' * 32}\n")
-    made = subprocess.run(
-        [sys.executable, "-m", "tcpstore_async", "token", "create", "--token-keys", str(keys)],
-        cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True,
-    )  # fmt: skip
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_bytes(made.stdout)
+    keys = secret_file(tmp_path / "keys", f"first:{'5e' * 32}\n")
+    made = tcpstore("token", "create", "--token-keys", str(keys)).stdout.decode()
+    token = secret_file(tmp_path / "token", made)
     with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
         url = f"tcp://127.0.0.1:{server.port}"
         status, found = findings("--url", url)
@@ -117,15 +107,6 @@ def test_a_port_that_is_taken() -> None:
             assert found["port"]["fix"].endswith(f"kill {os.getpid()}")
     _, found = findings("--port", str(port))
     assert found["port"]["status"] == "ok"
-
-
-def test_text() -> None:
-    status, text = doctor("--ranks", "1000000000", "--port", str(free_port()))
-    lines = text.splitlines()
-    assert status == (1 if any(line.startswith("fail") for line in lines) else 0)
-    assert all(line.split(maxsplit=1)[0] in ("ok", "warn", "fail", "skip", "->") for line in lines)
-    index = next(number for number, line in enumerate(lines) if line.startswith("warn  gloo "))
-    assert lines[index + 1].strip().startswith("-> export GLOO_ENABLE_STORE_V2_API=1 ")
 
 
 @pytest.mark.parametrize("words", [["--ranks", "0"], ["--port", "0"], ["--url", "http://x"], ["--timeout", "nan"]])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server.test_auth import KEYS, tcpstore
-from support import LIMIT, Server, listening, tcpstore_server
+from server.test_auth import KEY_LINE, KEYS, tcpstore
+from support import LIMIT, Server, listening, secret_file, tcpstore_server
 from tcpstore_async import TCPStore
 from tls.certificates import certificates
 
@@ -21,13 +21,13 @@ TLS = ("--tls-ca", certificates().ours.ca)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys")
-        keys.touch(0o600)
-        keys.write_text("k1:a secret that nobody knows\n")
-        options = ["--token-keys", str(keys), "--require-auth=all", *certificates().serving()]
-        with tcpstore_server(*options) as found:
-            yield found
+    with tempfile.TemporaryDirectory() as folder, tcpstore_server(*secured(Path(folder))) as found:
+        yield found
+
+
+def secured(folder: Path) -> list[str]:
+    keys = secret_file(folder / "keys", KEY_LINE)
+    return ["--token-keys", str(keys), "--require-auth=all", *certificates().serving()]
 
 
 def run(server: Server, token: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -61,12 +61,7 @@ def test_a_benchmark_that_is_not_allowed(server: Server, token: str, status: int
 def test_a_plain_benchmark_without_a_token_says_what_it_lacks(
     options: tuple[str, ...], error: str, tmp_path: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret that nobody knows\n")
-    with tcpstore_server(
-        "--token-keys", str(keys), "--require-auth=all", *certificates().serving(), *options
-    ) as server:
+    with tcpstore_server(*secured(tmp_path), *options) as server:
         done = tcpstore("bench", "--ranks", "2", "--requests", "2", "--url", f"tcp://127.0.0.1:{server.port}")
     assert (done.returncode, done.stdout) == (5, "")
     assert f"the server {error}" in done.stderr

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +57,19 @@ def test_stat_again_and_again(server: Server) -> None:
     assert lines[0] == lines[21]
 
 
+def started(command: str, server: Server, *options: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "tcpstore_async", command, "--url", f"tcp://127.0.0.1:{server.port}", *options]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_stat_ends_with_its_server() -> None:
-    with tcpstore_server() as server:
-        command = [sys.executable, "-m", "tcpstore_async", "stat", "-i", "0.1", "-o", "json"]
-        with subprocess.Popen(
-            [*command, "--url", f"tcp://127.0.0.1:{server.port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline()
-            server.stop()
-            _, errors = process.communicate(timeout=LIMIT)
-            assert process.returncode == 4
-            assert json.loads(errors)["status"] == 4
+    with tcpstore_server() as server, started("stat", server, "-i", "0.1", "-o", "json") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        server.stop()
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 4
+        assert json.loads(errors)["status"] == 4
 
 
 def test_latency(server: Server) -> None:
@@ -128,9 +131,8 @@ def test_info_of_a_server_that_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_info_by_path(server: Server, module_sockets: Path) -> None:
-    found = json.loads(
-        run_command(None, "info", "--admin", str(module_sockets / f"{server.port}.sock"), "-o", "json").stdout
-    )
+    path = module_sockets / f"{server.port}.sock"
+    found = json.loads(run_command(None, "info", "--admin", str(path), "-o", "json").stdout)
     assert (found["num_keys"], found["connections"]) == (3, 2)
     assert "unreachable" not in found
 
@@ -140,84 +142,60 @@ def test_info_of_nobody() -> None:
     assert (done.exit_code, done.stdout) == (4, "")
 
 
-def monitored(server: Server, *options: str) -> list[str]:
-    """The lines that a monitor prints of the commands of a client that goes on sending."""
-    with RawPeer(server.port) as one:
-        stopped = threading.Event()
+@contextmanager
+def sending(server: Server) -> Iterator[Callable[[], None]]:
+    """A client that goes on sending, until the function that is yielded is called, or the end."""
+    stopped = threading.Event()
+    with RawPeer(server.port) as one, ThreadPoolExecutor(1) as pool:
 
         def send() -> None:
             while not stopped.wait(0.02):
                 one.send(b"\x01" + blob(b"/k\x1b") + blob(b"v\x1blue"))
                 one.ping(os.getpid())
 
-        thread = threading.Thread(target=send)
-        thread.start()
-        try:
-            done = run_command(server, "monitor", *options)
-        finally:
+        def stop() -> None:
             stopped.set()
-            thread.join()
-        assert done.exit_code == 0
-        return done.stdout.splitlines()
+            sent.result(LIMIT)
+
+        sent = pool.submit(send)
+        try:
+            yield stop
+        finally:
+            stop()
 
 
-def test_monitor(server: Server) -> None:
-    lines = [line for line in monitored(server, "--count", "5") if "SET" in line]
+def monitored(server: Server, *options: str) -> list[str]:
+    """The lines that a monitor prints of the commands of such a client."""
+    with sending(server):
+        done = run_command(server, "monitor", *options)
+    assert done.exit_code == 0
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("options", "said"), [((), "SET  k\\x1b  5 bytes"), (("--values",), "'v\\x1blue'")])
+def test_monitor(server: Server, options: tuple[str, ...], said: str) -> None:
+    lines = [line for line in monitored(server, "--count", "5", *options) if "SET" in line]
     assert lines
-    assert all(line.isprintable() for line in lines)
-    assert all(line.endswith("SET  k\\x1b  5 bytes") for line in lines)
+    assert all(line.isprintable() and line.endswith(said) for line in lines)
     assert "127.0.0.1:" in lines[0]
-
-
-def test_monitor_with_values(server: Server) -> None:
-    lines = [line for line in monitored(server, "--count", "5", "--values") if "SET" in line]
-    assert lines
-    assert all("'v\\x1blue'" in line for line in lines)
-    assert all(line.isprintable() for line in lines)
 
 
 def test_monitor_as_json(server: Server) -> None:
     found: list[Any] = [json.loads(line) for line in monitored(server, "--count", "4", "-o", "json")]
     assert len(found) == 4
-    assert found[0].keys() == {
-        "time",
-        "host",
-        "port",
-        "pid",
-        "rank",
-        "command",
-        "key",
-        "keys",
-        "size",
-        "value",
-        "store",
-    }
+    assert found[0].keys() == set("time host port pid rank command key keys size value store".split())
     assert {"k\x1b"} >= {one["key"] for one in found if one["command"] == "SET"}
 
 
 def test_monitor_says_that_the_server_has_gone() -> None:
-    with tcpstore_server() as server:
-        command = [sys.executable, "-m", "tcpstore_async", "monitor", "--url", f"tcp://127.0.0.1:{server.port}"]
-        with (
-            RawPeer(server.port) as one,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
-        ):
-            assert process.stdout is not None
-            stopped = threading.Event()
-
-            def send() -> None:
-                while not stopped.wait(0.05):
-                    one.ping()
-
-            thread = threading.Thread(target=send)
-            thread.start()
-            assert b"PING" in process.stdout.readline()
-            stopped.set()
-            thread.join()
-            server.stop(signal.SIGINT)
-            _, errors = process.communicate(timeout=LIMIT)
-            assert process.returncode == 4
-            assert b"the server closed the admin socket" in errors
+    with tcpstore_server() as server, sending(server) as stop, started("monitor", server) as process:
+        assert process.stdout is not None
+        assert b"SET" in process.stdout.readline() + process.stdout.readline()
+        stop()
+        server.stop(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 4
+        assert b"the server closed the admin socket" in errors
 
 
 @pytest.mark.parametrize("command", ["stat", "monitor"])

@@ -7,8 +7,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import pytest
 from click.testing import Result
 
 from commands import run_command
-from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
+from conformance.frames import introduce
+from support import RawPeer, Server, blob, keys, tcpstore, tcpstore_server
 from tcpstore_async.diagnosis.missing import Pending
 from tcpstore_async.diagnosis.stock_ranks import number_ranges
 from tcpstore_async.server import admin_path
@@ -35,9 +34,7 @@ def server(module_sockets: Path) -> Iterator[Server]:
         RawPeer(server.port) as two,
         RawPeer(server.port) as three,
     ):
-        introduction = [("rank", "0"), ("world_size", "4"), ("host", "node\x1b[0m"), ("pid", "77")]
-        items = b"".join(blob(name.encode()) + blob(text.encode()) for name, text in introduction)
-        one.send(b"\x43" + struct.pack("<Q", len(introduction)) + items)
+        one.send(introduce((b"rank", b"0"), (b"world_size", b"4"), (b"host", b"node\x1b[0m"), (b"pid", b"77")))
         one.send(b"\x01" + blob(b"/step_5") + blob(b"x") + b"\x01" + blob(STRANGE) + blob(b"x"))
         one.ping()
         two.ping(os.getpid())
@@ -54,26 +51,11 @@ def test_who(server: Server) -> None:
     assert len(lines) == 4
     assert lines[1].startswith("0     node\\x1b[0m")
     found = json.loads(run_command(server, "who", "-o", "json").stdout)
-    assert {tuple(one) for one in found} == {
-        (
-            "host",
-            "port",
-            "pid",
-            "rank",
-            "joined",
-            "command",
-            "waits_for",
-            "since",
-            "does",
-            "address",
-            "known_by",
-            "store",
-        )
-    }
-    by_command = {one["command"]: one for one in found}
+    fields = "host port pid rank joined command waits_for since does address known_by store"
+    assert {tuple(one) for one in found} == {tuple(fields.split())}
     assert [one["rank"] for one in found] == [0, None, None]
     assert {tuple(one["waits_for"]) for one in found} == {(), ("step_8",), ("here",)}
-    assert by_command.keys() == {"PING"}
+    assert {one["command"] for one in found} == {"PING"}
 
 
 def test_who_is_missing(server: Server) -> None:
@@ -92,10 +74,7 @@ def test_who_is_missing(server: Server) -> None:
 def test_a_rank_that_two_claim_and_a_wait_that_is_nobodys(module_sockets: Path) -> None:
     with tcpstore_server("--host", "::") as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
         for number, peer in enumerate((one, two)):
-            items = b"".join(
-                blob(name.encode()) + blob(text.encode()) for name, text in (("rank", "1"), ("pid", f"7{number}"))
-            )
-            peer.send(b"\x43" + struct.pack("<Q", 2) + items)
+            peer.send(introduce((b"rank", b"1"), (b"pid", b"7%d" % number)))
             peer.ping()
         one.send(b"\x06" + keys(b"/nobody knows") + b"\x0d" + b"abcd")
         one.read(4)
@@ -176,24 +155,19 @@ def test_the_server_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    fails(
-        run_command(None, "who", "--admin", str(tmp_path / "theirs")),
-        "belongs to another user: run the command as that user",
-        5,
-    )
+    done = run_command(None, "who", "--admin", str(tmp_path / "theirs"))
+    fails(done, "belongs to another user: run the command as that user", 5)
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     with admin_path.listen(tmp_path / "silent"):
-        fails(
-            run_command(None, "who", "--admin", str(tmp_path / "silent"), "--timeout", "0.05"), "no complete reply", 3
-        )
+        done = run_command(None, "who", "--admin", str(tmp_path / "silent"), "--timeout", "0.05")
+        fails(done, "no complete reply", 3)
 
 
 def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", "--admin", str(tmp_path / "file")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT, check=False)
+    done = tcpstore("serve", "--port", "0", "--admin", str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"it exists and is not a socket" in done.stderr
 
@@ -201,9 +175,4 @@ def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
 def test_numbers_and_times_as_text() -> None:
     assert number_ranges([3, 1, 2, 7]) == "1-3, 7"
     assert number_ranges(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
-    assert [in_seconds_or_more(number) for number in (0.04, 99.0, 600.0, 9000.0)] == [
-        "0.0 s",
-        "99.0 s",
-        "10 min",
-        "2.5 h",
-    ]
+    assert [*map(in_seconds_or_more, (0.04, 99.0, 600.0, 9000.0))] == ["0.0 s", "99.0 s", "10 min", "2.5 h"]

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from conformance.frames import add
 from support import RawPeer, Server, blob, keys, tcpstore_relay, tcpstore_server
 from tcpstore_async.cli import main
 
@@ -27,10 +28,6 @@ SIZE = 64
 ABSENT = {3, 17, 40}
 HANGING = {8, 41}
 CANCEL = b"\x0c"
-
-
-def add(key: bytes) -> bytes:
-    return b"\x04" + blob(key) + struct.pack("<q", 1)
 
 
 class Job:
@@ -51,7 +48,7 @@ class Job:
                 pass  # for a moment after its start
             peer = self.peers[rank] = stack.enter_context(RawPeer(relays[rank % 2].port))
             peer.ping(process.pid)
-            peer.ask(add(b"init/"), 8)
+            peer.ask(add(b"init/", 1), 8)
 
     def missing(self) -> Any:
         url = f"tcp://127.0.0.1:{self.server.port}"
@@ -66,7 +63,7 @@ class Job:
             peer.send(b"\x01" + blob(b"/default_pg/0//cpu//0/%d" % rank) + value)
             peer.send(b"\x06" + keys(b"/default_pg/0//cpu//0/3"))
         elif store_based:
-            peer.ask(add(b"/store_based_barrier_key:0"), 8)
+            peer.ask(add(b"/store_based_barrier_key:0", 1), 8)
             peer.send(b"\x06" + keys(b"/store_based_barrier_key:0:last_worker"))
         else:
             peer.send(b"\x12" + blob(b"/all") + struct.pack("<q", SIZE))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import msgspec
 
+from conformance.frames import add, introduce
 from support import RawPeer, blob, keys
 
 SIZE = 1000
@@ -24,12 +24,7 @@ def introduction(rank: int, size: int) -> bytes:
     """What our client says of itself."""
     host = f"node-{rank // 8:03}"
     items = {"rank": str(rank), "world_size": str(size), "host": host, "pid": str(FIRST_PID + rank)}
-    encoded = b"".join(blob(name.encode()) + blob(text.encode()) for name, text in items.items())
-    return b"\x43" + struct.pack("<Q", len(items)) + encoded
-
-
-def add(key: bytes) -> bytes:
-    return b"\x04" + blob(key) + struct.pack("<q", 1)
+    return introduce(*((name.encode(), text.encode()) for name, text in items.items()))
 
 
 @contextmanager
@@ -38,7 +33,7 @@ def incident(port: int, *, hostile: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         peers = {rank: stack.enter_context(RawPeer(port)) for rank in range(SIZE) if rank not in ABSENT}
         for rank, peer in peers.items():
-            peer.send(introduction(rank, SIZE) + add(b"init/"))
+            peer.send(introduction(rank, SIZE) + add(b"init/", 1))
             peer.read(8)
         first = peers[0]
         for number in range(6):
@@ -53,7 +48,7 @@ def incident(port: int, *, hostile: bool = False) -> Iterator[None]:
         barrier = b"/store_based_barrier_key:default_pg"
         for rank, peer in peers.items():
             if rank not in ASTRAY:
-                peer.ask(add(barrier), 8)
+                peer.ask(add(barrier, 1), 8)
                 peer.send(b"\x06" + keys(barrier + b":last_worker"))
         yield
 

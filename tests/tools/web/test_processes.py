@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from web.requests import get, request, until
 from web.scenes import large_reply
 from web.stub import AdminStub, watched
 
-from support import LIMIT, RawPeer, Server, blob, keys, resting, tcpstore_server
+from faults.fault_helpers import gone
+from support import LIMIT, RawPeer, Server, blob, keys, resting, run_python, secret_file, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.http_process import HttpOptions, http_process
@@ -56,14 +56,6 @@ def command_of(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, and its parent, or what stands for it, has been told."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def state(port: int) -> Callable[[], Any]:
@@ -148,7 +140,7 @@ def test_the_process_ends_with_the_server(number: int) -> None:
         until(lambda: get(http_port(server), "/livez")[0] == 200)
         pid = http_pid(server)
         assert server.stop(number) == (-number if number == signal.SIGKILL else 0)
-        until(lambda: is_gone(pid))
+        until(lambda: gone(pid))
         with pytest.raises(ConnectionRefusedError):
             get(http_port(server), "/livez")
         assert "has ended" not in server.log()
@@ -197,22 +189,6 @@ def test_the_server_of_a_master(sockets: Path) -> None:
     assert json.loads(page.ready)["role"] == "http"
 
 
-def test_98304_ranks(tmp_path: Path) -> None:
-    absent = frozenset({5, 77, 4000, 50_000, 50_001, 60_000, 98_303})
-    with AdminStub(tmp_path / "s", large_reply(98_304, absent)) as admin, watched(admin.path) as page:
-        assert get(page.port, "/livez")[0] == 200  # whatever else it does
-        found = until(state(page.port))
-        assert found["look"]["counts"]["m"] == len(absent)
-        detail = json.loads(get(page.port, "/api/rank?number=50002")[1])["detail"]
-        assert (detail["host"], detail["does"]) == (
-            "node-06250",
-            "is waiting for store_based_barrier_key:default_pg:last_worker",
-        )
-        assert json.loads(get(page.port, "/api/rank?number=50001")[1])["detail"] is None
-        for wrong in ("", "x", "-1", "9" * 20, "%D9%A3"):
-            assert get(page.port, f"/api/rank?number={wrong}")[0] == 404
-
-
 def test_only_the_same_user_sees_names(tmp_path: Path) -> None:
     """Root and this user do; that nobody else does is tried where users can be changed."""
     with watched(tmp_path / "none.sock", "--same-user") as page:
@@ -226,23 +202,13 @@ def test_only_the_same_user_sees_names(tmp_path: Path) -> None:
             "    print(peer.getresponse().status); peer.close()"
         )
         paths = ["/", "/app.js", "/api/state", "/api/rank?number=1", "/metrics", "/livez"]
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(page.port), *paths],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=True,
-        )
-        assert done.stdout.split() == ["403", "403", "403", "403", "200", "503"]
+        assert run_python(code, page.port, *paths).split() == ["403", "403", "403", "403", "200", "503"]
 
 
 @pytest.mark.needs_proc
 def test_a_server_that_requires_tokens_of_everybody_shows_names_to_its_user_only(tmp_path: Path) -> None:
-    secrets = tmp_path / "secrets"
-    secrets.write_text("id:" + "s" * 40 + "\n")
-    secrets.chmod(0o600)
-    options = ("--http", "127.0.0.1:0", "--token-keys", str(secrets), "--require-auth=all")
-    with tcpstore_server(*options) as server:
+    secrets = secret_file(tmp_path / "secrets", "id:" + "s" * 40 + "\n")
+    with tcpstore_server(*HTTP, "--token-keys", str(secrets), "--require-auth=all") as server:
         [child] = until(lambda: children(server.process.pid))
         assert "--same-user" in until(lambda: Path(f"/proc/{child}/cmdline").read_text()).split("\0")
 
@@ -274,8 +240,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_server(tmp_path: Path) -> None:
 
 def test_it_warns_when_others_can_reach_it(tmp_path: Path) -> None:
     with tcpstore_server("--http", "0.0.0.0:0") as server:
-        port = int(json.loads(server.ready)["http"].rstrip("/").rpartition(":")[2])
-        assert get(port, "/livez")[0] == 200
+        assert get(http_port(server), "/livez")[0] == 200
         until(lambda: "anyone who can reach it sees the names of keys and hosts" in server.log())
     with watched(tmp_path / "s") as page:
         assert get(page.port, "/")[0] == 200
@@ -284,27 +249,24 @@ def test_it_warns_when_others_can_reach_it(tmp_path: Path) -> None:
 
 def test_the_command_in_this_process(tmp_path: Path) -> None:
     """Told to end by a signal, as the others are in processes of their own."""
-    port_of: list[int] = []
     with AdminStub(tmp_path / "s", large_reply(3, frozenset())) as admin, listen("127.0.0.1", 0) as listener:
-        port_of.append(listener.getsockname()[1])
+        port = listener.getsockname()[1]
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        answers: list[tuple[int, str]] = []
 
-        def ask() -> None:
+        def ask() -> tuple[int, str]:
             try:
-                answers.append(get(port_of[0], "/readyz"))
+                return get(port, "/readyz")
             finally:
                 signal.pthread_kill(main_thread, signal.SIGTERM)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
         words = ["http", "--admin", str(admin.path), "--listen-fd", str(listener.detach()), "--same-user"]
-        done = CliRunner().invoke(main, words)
-        asking.join()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask)
+            done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["port"] == port_of[0]
-    assert answers == [(200, "ready\n")]
+    assert json.loads(done.stdout)["port"] == port
+    assert answer.result() == (200, "ready\n")
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -324,7 +286,7 @@ async def test_the_process_in_the_loop_of_another_program(tmp_path: Path, caplog
             assert await loop.run_in_executor(None, get, port, "/livez") == (200, "alive\n")
             pid = own_http_pid()
             assert b"--same-user" in command_of(pid)
-        assert is_gone(pid)
+        assert gone(pid)
         assert "exited with status" not in caplog.text
         listener = listen("127.0.0.1", 0)
         async with http_process(str(admin.path), HttpOptions(listener, "http://x/")):
