@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_command
-from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server, u64
+from support import HANDSHAKE, LIMIT, RawPeer, blob, u64
 from tcpstore_async import Limits, serve
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.session.server import ServerSession
@@ -119,13 +118,6 @@ def test_a_log_that_nobody_reads_stops_nobody(backend: str) -> None:
             os.close(writing)
             os.close(reading)
             process.kill()
-
-
-def test_a_number_is_read_without_a_copy_of_what_follows() -> None:
-    """ADD on a long text reads its beginning only, and white space once."""
-    with tcpstore_server() as server, RawPeer(server.port) as peer:
-        peer.send(b"\x01" + blob(b"/n") + blob(b" " * 1000 + b"41 " + bytes(8_000_000)))
-        assert peer.ask(b"\x04" + blob(b"/n") + struct.pack("<q", 1), 8) == u64(42)
 
 
 def test_an_absurd_limit_is_a_usage_error() -> None:

@@ -67,10 +67,8 @@ def test_a_mixed_world(results: Results, client: str, stock: list[int]) -> None:
     [
         *product(CLIENTS, ["tcp"], [{"slow": 0}]),
         ("python", "env", {"slow": 2}),
-        ("native", "tcp", {"by_name": True, "slow": 0}),
         ("native", "file", {"slow": 1}),
         exhaustive("native", "env", {"slow": 2}),
-        exhaustive("python", "tcp", {"by_name": True, "slow": 0}),
         exhaustive("python", "file", {"slow": 1}),
     ],
 )

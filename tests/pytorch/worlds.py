@@ -37,9 +37,6 @@ MINUTE = timedelta(seconds=30)
 PATIENCE = 60.0
 """Seconds until the ranks of a job are killed."""
 
-destroy_by_name = dist.destroy_process_group
-"""As a program has it that imported the name before anybody installed anything."""
-
 
 class Rank:
     """Who a rank is, and where its world meets."""
@@ -188,7 +185,6 @@ def every_collective(rank: int, ranks: list[int], group: Any) -> dict[str, Any]:
 
 def again(me: Rank) -> Any:
     """Several jobs one after the other on the same address; whoever is `slow` comes to the end of each late."""
-    destroy = destroy_by_name if me.options.get("by_name") else dist.destroy_process_group
     seen = []
     for job in range(me.options.get("jobs", 3)):
         me.join()
@@ -201,7 +197,7 @@ def again(me: Rank) -> Any:
             me.base_store().set("from the job before", str(job))
         if me.rank == me.options.get("slow"):
             time.sleep(0.4)
-        destroy()
+        dist.destroy_process_group()
     return seen
 
 

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from support import LIMIT, free_port, tcpstore_server
 from tcpstore_async import AsyncTCPStore
 from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
-from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
 from tcpstore_async.client.tls import tls_required
 from tcpstore_async.server.port_holder import Holder
@@ -349,14 +348,6 @@ def test_a_check_that_hangs_or_fails_is_a_finding(
 
 def way(port: int) -> Way:
     return Way("127.0.0.1", port, lambda: AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT))
-
-
-def test_a_server() -> None:
-    with tcpstore_server() as running:
-        found, trips = check_server(way(running.port), LIMIT)
-    assert found.status == OK
-    assert found.text.startswith(f"tcpstore_async {VERSION} (uv backend, ")
-    assert trips.check == "round trip"
 
 
 @pytest.mark.parametrize(

@@ -132,43 +132,6 @@ def test_every_address_of_a_host_is_tried() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.needs_proc
-def test_worker_exits_with_a_killed_parent(port: int) -> None:
-    with endless(port) as process:
-        [load] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()
-        process.wait(LIMIT)
-        until(lambda: gone(int(load)), "the load has ended")
-
-
-@contextmanager
-def endless(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a long benchmark; yield once its keys are on the server."""
-    before = num_keys(port)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{port}",
-         "--requests", "100000000", "--timeout", "60", "--ranks", "2"],
-        cwd=tempfile.gettempdir(), stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        try:
-            while num_keys(port) == before:
-                assert process.poll() is None
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_deletes_the_keys(port: int, number: int) -> None:
-    before = num_keys(port)
-    with endless(port) as process:
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode != 0
-    assert b"Traceback" not in errors
-    assert num_keys(port) == before
-
-
 HELD = """
 import importlib, signal, sys
 from tcpstore_async.cli import main
@@ -225,21 +188,29 @@ def operations(table: bytes) -> list[str]:
     return [line.split()[0] for line in table.decode().splitlines()[2:]]
 
 
-def test_results_are_printed_when_the_server_dies() -> None:
-    with freezable() as server, held(server.port) as one:
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_results_are_printed_when_the_server_dies(output: str) -> None:
+    with freezable() as server, held(server.port, "-o", output) as one:
         server.kill()
         status, out, [error] = one.go_on()
-    assert (status, operations(out)) == (4, ["set"])
-    assert error.startswith(b"Error: a connection to 127.0.0.1:")
+    assert status == 4
+    if output == "text":
+        assert operations(out) == ["set"]
+        assert error.startswith(b"Error: a connection to 127.0.0.1:")
+    else:
+        found = json.loads(out)
+        assert (found["complete"], found["server"]) == (False, "tcpstore_async")
+        assert [row["operation"] for row in found["operations"]] == ["set"]
 
 
-def test_results_are_printed_when_the_server_dies_in_json() -> None:
-    with freezable() as server, held(server.port, "-o", "json") as one:
-        server.kill()
-        status, out, _ = one.go_on()
-    found = json.loads(out)
-    assert (status, found["complete"], found["server"]) == (4, False, "tcpstore_async")
-    assert [row["operation"] for row in found["operations"]] == ["set"]
+@pytest.mark.needs_proc
+def test_worker_exits_with_a_killed_parent(port: int) -> None:
+    with held(port) as one:
+        pid = one.process.pid
+        [load] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        one.process.kill()
+        one.process.wait(LIMIT)
+        until(lambda: gone(int(load)), "the load has ended")
 
 
 @pytest.mark.parametrize(("at", "finished"), [(1, ["set"]), (2, ["set", "add"])])
@@ -278,15 +249,6 @@ def test_ignored_hangup() -> None:
         one.process.send_signal(signal.SIGHUP)
         status, out, errors = one.go_on()
     assert (status, operations(out), errors) == (0, ["set", "add"], [])
-
-
-def test_dying_server_is_one_line() -> None:
-    with tcpstore_server() as server, endless(server.port) as process:
-        server.process.kill()
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 4
-    assert errors.startswith(b"Error: a connection to 127.0.0.1:")
-    assert errors.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("words", [["--ops", "nix"], ["--ops", ","], ["--ranks", "0"], ["--value-size", "-1"]])

@@ -127,12 +127,6 @@ def test_a_server_that_drains_is_alive_and_not_ready(backend: str) -> None:
         assert server.process.wait(LIMIT) == 0
 
 
-def test_a_full_server_is_not_ready() -> None:
-    with tcpstore_server(*HTTP, "--limit", "connections=1") as server, RawPeer(server.port) as peer:
-        peer.ping()
-        until(lambda: get(http_port(server), "/readyz") == (503, "the server is at its connection limit\n"))
-
-
 @pytest.mark.needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_process_ends_with_the_server(number: int) -> None:
