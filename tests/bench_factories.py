@@ -1,8 +1,12 @@
-"""Invented runs of the benchmark."""
+"""Invented runs of the benchmark, and real ones of its programs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from bench.scale.results import Ending, Job, Machine, Run, Sample, Transport, Versions
 
@@ -48,3 +52,13 @@ def operations(walls: dict[str, float], *, control: bool = True, rounds: int = 3
             times = [wall if server == "uvloop" else 1.0] * rounds
             measured += samples(server, times, scenario=f"operations-{name}", size=64, p50=1e-4)
     return run(measured)
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_program(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in the checkout."""
+    environment = {**os.environ, "BENCH_BUILD": "interpreted", **env}
+    command = [sys.executable, "-W", "ignore", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)

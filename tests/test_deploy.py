@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from support import LIMIT, RawPeer, tcpstore_server
+from server.test_auth import KEY_LINE
+from support import LIMIT, RawPeer, secret_file, tcpstore_server
 from tcpstore_async.server.listen_socket import DEFER_ACCEPT
 from tls.certificates import certificates
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 UNITS = sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.socket")])
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
+SLURM_JOB = str(DEPLOY / "slurm-job.sh")
 
 TO_THIS_MACHINE = {
     "::": "127.0.0.1",
@@ -48,6 +50,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "tcpstore").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tcpstore_async "$@"\n')
     (tmp_path / "tcpstore").chmod(0o755)
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=folder, env=environment, timeout=LIMIT, capture_output=True, text=True, check=False
+    )
 
 
 @contextmanager
@@ -96,9 +104,7 @@ def test_a_unit_starts_what_tells_systemd_that_it_is_ready(
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 def test_systemd_takes_the_units() -> None:
-    done = subprocess.run(
-        ["systemd-analyze", "verify", *map(str, UNITS)], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run(["systemd-analyze", "verify", *map(str, UNITS)], DEPLOY, {**os.environ})
     said = [line for line in done.stderr.splitlines() if "tcpstore" in line]
     assert (done.returncode, said) == (0, [])
 
@@ -120,8 +126,8 @@ def test_root_can_look_into_the_service(tmp_path: Path, environment: dict[str, s
     assert command in (ROOT / "docs" / "howto.md").read_text()
     with started(words, tmp_path, environment):
         asking = [TO_THIS_MACHINE.get(word, word) for word in shlex.split(command)]
-        done = subprocess.run(asking, cwd=tmp_path, env=environment, timeout=LIMIT, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (0, b"")
+        done = run(asking, tmp_path, environment)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # The container
@@ -140,9 +146,7 @@ def test_what_the_container_runs(tmp_path: Path, environment: dict[str, str]) ->
             peer.ping()
         probe = json.loads(made["HEALTHCHECK"].partition("CMD ")[2])
         probe += ["--url", f"tcp://127.0.0.1:{port}"]
-        assert (
-            subprocess.run(probe, env=environment, cwd=tmp_path, timeout=LIMIT, stdout=subprocess.PIPE).returncode == 0
-        )
+        assert run(probe, tmp_path, environment).returncode == 0
 
 
 def test_what_the_container_is_built_from() -> None:
@@ -168,14 +172,7 @@ def commands(path: Path) -> list[list[str]]:
 def test_what_the_base_runs(tmp_path: Path, environment: dict[str, str]) -> None:
     serve, ping = commands(DEPLOY / "kustomize" / "base" / "store.yaml")
     with started(serve, tmp_path, environment) as port:
-        done = subprocess.run(
-            [*ping, "--url", f"tcp://127.0.0.1:{port}"],
-            env=environment,
-            cwd=tmp_path,
-            timeout=LIMIT,
-            capture_output=True,
-        )
-        assert done.returncode == 0
+        assert run([*ping, "--url", f"tcp://127.0.0.1:{port}"], tmp_path, environment).returncode == 0
 
 
 @pytest.mark.parametrize("file", ["kustomize/base/store.yaml", "kubernetes-secure.yaml"])
@@ -188,10 +185,7 @@ def test_a_server_disconnects_peers_before_it_has_too_much_memory(file: str) -> 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kustomize_takes_the_base() -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kustomize" / "base")], capture_output=True, text=True, timeout=LIMIT,
-        check=False,
-    )  # fmt: skip
+    done = run(["kubectl", "kustomize", str(DEPLOY / "kustomize" / "base")], DEPLOY, {**os.environ})
     assert done.returncode == 0, done.stderr
     made = {re.findall(r"^kind: (\w+)$", text, re.MULTILINE)[0]: text for text in done.stdout.split("\n---\n")}
     assert set(made) == {"NetworkPolicy", "Service", "StatefulSet"}
@@ -247,10 +241,7 @@ def slurm(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_a_job_with_a_store_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
-    done = subprocess.run(
-        [DEPLOY / "slurm-job.sh", sys.executable, "rank.py", "of mine"],
-        env=slurm, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run([SLURM_JOB, sys.executable, "rank.py", "of mine"], tmp_path, slurm)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 of mine", "rank 1 of 2 of mine"]
     assert re.search(r"^ok    server ", done.stderr, re.MULTILINE)  # doctor's report
@@ -258,17 +249,13 @@ def test_a_job_with_a_store_of_its_own(tmp_path: Path, slurm: dict[str, str]) ->
 
 
 def test_a_job_that_fails(tmp_path: Path, slurm: dict[str, str]) -> None:
-    done = subprocess.run([DEPLOY / "slurm-job.sh", "false"], env=slurm, cwd=tmp_path, timeout=LIMIT, check=False)
-    assert done.returncode == 1
+    assert run([SLURM_JOB, "false"], tmp_path, slurm).returncode == 1
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_job_whose_server_does_not_start(tmp_path: Path, slurm: dict[str, str]) -> None:
     (tmp_path / "tcpstore").write_text('#!/bin/sh\necho "Error: no such luck" >&2\nexit 1\n')
-    done = subprocess.run(
-        [DEPLOY / "slurm-job.sh", "true"], env=slurm, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = run([SLURM_JOB, "true"], tmp_path, slurm)
     assert (done.returncode, done.stderr) == (1, "Error: no such luck\n")
 
 
@@ -285,8 +272,7 @@ def prolog(script: str, folder: Path, store: str = "") -> str:
 def cluster(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
     """The environment of a job on a node that has the cluster's keys; commands that were run are in `tmp_path/pids`."""
     (tmp_path / "etc").mkdir()
-    (tmp_path / "etc" / "token.keys").touch(0o600)
-    (tmp_path / "etc" / "token.keys").write_text("k1:a secret that nobody knows\n")
+    secret_file(tmp_path / "etc" / "token.keys", KEY_LINE)
     shutil.copy(certificates().ours.ca, tmp_path / "etc" / "ca.pem")
     tcpstore = (tmp_path / "tcpstore").read_text()
     (tmp_path / "tcpstore").write_text(tcpstore.replace("\nexec ", f"\necho $$ >>{tmp_path}/pids\nexec "))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import load_tool
 from support import LIMIT
 from tcpstore_async.base.version import VERSION
 from tcpstore_async.cli import main
@@ -37,12 +37,7 @@ OF_OLD_COMMITS = {"bench/spike/doors.py"}
 
 
 def test_the_wire_page_is_fresh() -> None:
-    spec = importlib.util.spec_from_file_location("make_wire_doc", ROOT / "tools" / "make_wire_doc.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "wire.md").read_text() == module.render(), "run tools/make_wire_doc.py"
+    assert (ROOT / "docs" / "wire.md").read_text() == load_tool("make_wire_doc").render(), "run tools/make_wire_doc.py"
 
 
 def test_the_wire_page_has_one_row_per_command() -> None:

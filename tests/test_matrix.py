@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parent.parent / "tools"
+from commands import load_tool
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix: Any = load("matrix")
-cuda_stubs: Any = load("cuda_stubs")
+matrix: Any = load_tool("matrix")
+cuda_stubs: Any = load_tool("cuda_stubs")
 
 PYTHONS = {minor: f"python3.{minor}" for minor in (10, 11, 12, 13)}
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from commands import load_tool
+
 ROOT = Path(__file__).parent.parent
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
-
-
-coverage_minimums: Any = load("coverage_minimums")
-mutate: Any = load("mutate")
-pytorch_tests: Any = load("pytorch_tests")
+coverage_minimums: Any = load_tool("coverage_minimums")
+mutate: Any = load_tool("mutate")
+pytorch_tests: Any = load_tool("pytorch_tests")
 
 
 def test_a_module_below_its_minimum_is_a_problem() -> None:

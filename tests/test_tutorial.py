@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import LIMIT, free_port
+from support import LIMIT, free_port, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -51,22 +51,11 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
     assert printed == [(f"{rank} {addresses}\n", "") for rank in range(4)]
 
 
-def test_the_asyncio_client(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program("asyncio.run")], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert (done.stdout, done.stderr) == ("1000\n", "")
+def test_the_asyncio_client() -> None:
+    assert run_python(program("asyncio.run")) == "1000\n"
 
 
-def test_rendezvous(tmp_path: Path) -> None:
+def test_rendezvous() -> None:
     text = f"import tcpstore_async\n{program('rendezvous')}print(rank, world_size)\nstore.close()\n"
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=tmp_path,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert (done.stdout, done.stderr) == ("0 1\n", "")
+    port = str(free_port())
+    assert run_python(text, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1") == "0 1\n"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support import LIMIT
+from bench_factories import ROOT, run_program
 
-ROOT = Path(__file__).parent.parent.parent
 ROWS = (
     "add",
     "set, then check",
@@ -34,15 +30,9 @@ def build():
 """
 
 
-def clients(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "clients.py"), *words]
-    environment = {**os.environ, "BENCH_BUILD": "interpreted", **more}
-    return subprocess.run(command, capture_output=True, timeout=LIMIT, check=False, text=True, env=environment)
-
-
 def test_every_row_is_measured() -> None:
     pytest.importorskip("torch")
-    done = clients("--pairs", "1")
+    done = run_program("bench/clients.py", "--pairs", "1")
     assert (done.returncode, done.stderr) == (0, "")
     first, *rows = done.stdout.splitlines()
     assert first == "server: ours; package: interpreted; nothing pinned"
@@ -54,7 +44,7 @@ def test_a_server_of_another_build_is_refused(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tcpstore_async", tmp_path / "tcpstore_async")
     with (tmp_path / "tcpstore_async" / "session" / "identity.py").open("a") as file:
         file.write(OTHER)
-    done = clients("--pairs", "1", TMPDIR=str(tmp_path))
+    done = run_program("bench/clients.py", "--pairs", "1", TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("the clients are interpreted and the server on port ")
     assert done.stderr.endswith(" is translated: nothing is measured\n")

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.gloo import LAZY, SEQUENCE, SWITCHES, V2
+from bench_factories import run_program
 from versions import VERSION
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(VERSION < (2, 8), reason="these switches are those of later versions")
 def test_the_switches_reduce_what_is_sent(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bench.gloo", "--ranks", "4", "--repeat", "1", "--json", str(file)],
-        cwd=ROOT, capture_output=True, timeout=110, text=True, check=False,
-    )  # fmt: skip
+    done = run_program("-m", "bench.gloo", "--ranks", "4", "--repeat", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
     rows = {tuple(row["switches"]): row for row in json.loads(file.read_text())}
     assert list(rows) == list(SWITCHES)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+from bench_factories import run_program
 from tcpstore_async.serving import build
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def growth(package: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench", "growth", *words]
-    environment = {**os.environ, "BENCH_BUILD": package}
-    return subprocess.run(command, capture_output=True, timeout=110, check=False, text=True, env=environment)
 
 
 def test_nothing_is_quadratic() -> None:
     """Quadratic cost would be sixteen times as much; the caches of a busy machine make it three times."""
-    done = growth(build(), "--sizes", "1000,16000", "--runs", "2", "--max-growth", "6")
+    words = "--sizes 1000,16000 --runs 2 --max-growth 6"
+    done = run_program("-m", "bench", "growth", *words.split(), BENCH_BUILD=build())
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()[1:]
     assert [row.split()[1:3] for row in rows] == [
@@ -31,7 +20,7 @@ def test_nothing_is_quadratic() -> None:
 
 
 def test_a_row_that_grows_too_much_is_named() -> None:
-    done = growth("interpreted", "--sizes", "2000,1000", "--runs", "1", "--max-growth", "0.01")
+    done = run_program("-m", "bench", "growth", *"--sizes 2000,1000 --runs 1 --max-growth 0.01".split())
     assert done.returncode == 1
     rows = [row.split()[:3] for row in done.stdout.splitlines()[1:]]  # in whatever order the sizes were given
     assert rows[:2] == [["interpreted", "tuned", "1,000"], ["interpreted", "tuned", "2,000"]]

@@ -7,8 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +15,10 @@ import pytest
 
 from bench.scale import results
 from bench.scale.results import Job
+from bench_factories import ROOT, run_program
 from faults.fault_helpers import gone
-from support import LIMIT
+from support import LIMIT, until
 
-ROOT = Path(__file__).parents[2]
 INIT_THEN_STEADY = ["--scenario", "init", "--scenario", "steady", "--server", "uvloop", "--sizes", "4"]
 
 
@@ -28,14 +27,7 @@ def bench(*words: str) -> list[str]:
 
 
 def scale(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(bench("scale", *words), capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return run_program("-m", "bench", "scale", *words)
 
 
 def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support import LIMIT
-
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "bench" / "micro.py"
+from bench_factories import ROOT, run_program
 
 SLOWER = """
 _quick = add
@@ -32,8 +28,7 @@ def build():
 
 
 def micro(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "calls", "--rounds", "3", "--runs", "1", *words]
-    return subprocess.run(command, capture_output=True, timeout=LIMIT, check=False, text=True)
+    return run_program("bench/micro.py", "calls", "--rounds", "3", "--runs", "1", *words)
 
 
 def copied(folder: Path, path: str = "", more: str = "") -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 import tcpstore_async
 from bench import processes
-from support import LIMIT
+from support import LIMIT, run_python
 
 WHERE = "import tcpstore_async, bench.processes; print(tcpstore_async.__file__)"
 
@@ -91,9 +91,5 @@ def test_child_processes_use_the_same_package(checkout: Path, monkeypatch: pytes
 def test_other_tests_do_not_get_the_compiled_build() -> None:
     """What `bench.gloo` and others choose as they are imported, which is while tests are collected, stays for all."""
     importlib.import_module("bench.gloo")
-    code = "import tcpstore_async; print(tcpstore_async.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=LIMIT, check=True,
-        cwd=tempfile.gettempdir(), text=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == tcpstore_async.__file__
+    found = run_python("import tcpstore_async; print(tcpstore_async.__file__)")
+    assert found.strip() == tcpstore_async.__file__

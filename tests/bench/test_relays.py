@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-
 import pytest
 
 from bench import processes, relays
 from bench.scale.scenarios import SCENARIOS
 from bench.scale.servers import RANKS_PER_RELAY, Connection, Host, Impossible, Point, hosting, relayed
+from bench_factories import run_program
 from support import LIMIT
 from tcpstore_async.tools.load.scripts import hello
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with hosting() as made:
-        yield made
 
 
 @pytest.mark.parametrize("name", ["init", "barrier-opcode"])
@@ -63,9 +54,7 @@ def test_all_parts_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_its_options_are_explained() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.relays", "--help"], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = run_program("-m", "bench.relays", "--help")
     assert "\n* processes: compares relay processes" in done.stdout
     assert "Must not" not in done.stdout
     assert "Invariant" not in done.stdout

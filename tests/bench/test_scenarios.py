@@ -25,7 +25,6 @@ from bench.scale.servers import (
     Point,
     Server,
     can_mount,
-    hosting,
     measured,
     wait_for_ranks,
 )
@@ -36,12 +35,6 @@ from tcpstore_async.tools.load.scripts import encode_request, hello, join, make_
 from tcpstore_async.tools.load.workers import ClosedLoop, worker_pool
 
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with hosting() as made:
-        yield made
 
 
 @pytest.mark.parametrize("server", ["uvloop", "libuv", pytest.param("relay", marks=pytest.mark.exhaustive)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from bench import processes
 from bench.scale import in_memory
 from bench.scale.in_memory import measure_start, without_sockets
 from bench.scale.scenarios import start
-from bench.scale.servers import Host, Impossible, Point, hosting, load_cores
+from bench.scale.servers import Host, Impossible, Point, load_cores
 from bench.scale.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, playing, traffic
 from support import LIMIT
 from tcpstore_async.base.limits import MIB, Limits
@@ -20,12 +19,6 @@ from tcpstore_async.tools.load.generator import LoadError
 from tcpstore_async.wire.commands import BY_OPCODE
 
 GROUPS = (Group(2, 4, "nccl2"), Group(1, 130, "nccl"), Group(2, 3, "gloo"))
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with hosting() as made:
-        yield made
 
 
 def commands(pattern: Pattern, ranks: int, rank: int) -> Counter[str]:

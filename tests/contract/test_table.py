@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from commands import load_tool
 from contract import table_probes
 from contract.table_probes import CLASSES, KINDS, PROBES
 from support import LIMIT
@@ -37,12 +38,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_method_table", ROOT / "tools" / "make_method_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("make_method_table")
 
 
 def test_pages_are_up_to_date(table: ModuleType) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -85,15 +85,14 @@ def server_under(prefix: list[str], *options: str) -> AbstractContextManager[Ser
 
 
 @contextmanager
-def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def program(
+    text: str, *arguments: str, options: Sequence[str] = (), cwd: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A Python program whose output the test reads line by line; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", text, *arguments],
-        cwd=tempfile.gettempdir(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, *options, "-c", text, *arguments],
+        cwd=cwd or tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
     try:

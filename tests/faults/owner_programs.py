@@ -7,8 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import msgspec
 import uvloop
 
 import tcpstore_async
+from faults.fault_helpers import program
 from support import LIMIT
 
 ROOT = str(Path(tcpstore_async.__file__).parent.parent)
@@ -121,30 +120,16 @@ def owner(
     options: Sequence[str] = (),
     *,
     before: str = "",
-    env: dict[str, str] | None = None,
     cwd: str | None = None,
     backend: str | None = None,
 ) -> Iterator[Owner]:
     """A program that owns a server, with code to run before and after its start; both are killed at the end."""
-    program = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + program + then],
-        cwd=cwd or tempfile.gettempdir(),
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    host = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
+    options = ["-W", "error::RuntimeWarning", *options]
+    with program(STREAMS + before + host + then, options=options, cwd=cwd) as process:
+        assert process.stdout is not None
         line = process.stdout.readline()
         assert line, "the program did not come to host"
         port, pid = map(int, line.split())
         with seen(pid) as server:
             yield Owner(process, port, server)
-    finally:
-        process.stdin.close()
-        process.kill()
-        process.wait(LIMIT)
-        process.stdout.close()

@@ -7,10 +7,8 @@ as torchrun makes it for its workers: what a process changes there later cannot 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -20,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from look.test_who_of_relays import Relayed, needs_proc
 
-from support import RawPeer, blob, tcpstore_relay, tcpstore_server
-from tcpstore_async.cli import main
+from conformance.frames import set_
+from support import RawPeer
 from versions import needs
 
 SIZE = int(os.environ.get("TCPSTORE_TEST_RANKS", "16"))
@@ -49,15 +47,12 @@ for step in sys.stdin:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
 """
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no other system tells environments")
 
-
-class Job:
-    """A server, two relays, and the ranks that have come, half of them behind each."""
+class Job(Relayed):
+    """The ranks that have come, half of them behind each relay."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.server = stack.enter_context(tcpstore_server())
-        relays = [stack.enter_context(tcpstore_relay(self.server.port)) for _ in range(2)]
+        super().__init__(stack)
         self.ranks: dict[int, subprocess.Popen[str]] = {}
         own = {
             "WORLD_SIZE": str(SIZE),
@@ -67,16 +62,10 @@ class Job:
         }
         for rank in sorted({*range(SIZE)} - ABSENT):
             environment = {**os.environ, **own, "RANK": str(rank)}
-            command = [sys.executable, "-c", RANK, str(relays[rank % 2].port)]
+            command = [sys.executable, "-c", RANK, str(self.relays[rank % 2].port)]
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             self.ranks[rank] = process
-
-    def missing(self) -> Any:
-        url = f"tcp://127.0.0.1:{self.server.port}"
-        done = CliRunner().invoke(main, ["who", "--missing", "-o", "json", "--url", url, "--timeout", "60"])
-        assert done.exit_code == 0, done.output
-        return json.loads(done.stdout)
 
     def tell(self, step: str) -> None:
         """Have all ranks but those that hang do something."""
@@ -100,8 +89,8 @@ class Job:
 
     def release(self, key: bytes) -> None:
         with RawPeer(self.server.port) as peer:
-            peer.send(b"\x01" + blob(key) + blob(b"1"))
-            peer.ask(b"\x0d" + struct.pack("<I", 0), 4)
+            peer.send(set_(key, b"1"))
+            peer.ping()
 
 
 @pytest.fixture

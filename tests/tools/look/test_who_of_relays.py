@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
+from commands import run_command
 from conformance.frames import add
 from support import RawPeer, Server, blob, keys, tcpstore_relay, tcpstore_server
-from tcpstore_async.cli import main
 
 SIZE = 64
 ABSENT = {3, 17, 40}
@@ -30,12 +29,24 @@ HANGING = {8, 41}
 CANCEL = b"\x0c"
 
 
-class Job:
-    """A server, two relays, and the ranks that have come, half of them behind each."""
+class Relayed:
+    """A server and two relays."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.server: Server = stack.enter_context(tcpstore_server())
-        relays = [stack.enter_context(tcpstore_relay(self.server.port)) for _ in range(2)]
+        self.relays = [stack.enter_context(tcpstore_relay(self.server.port)) for _ in range(2)]
+
+    def missing(self) -> Any:
+        done = run_command(self.server, "who", "--missing", "-o", "json", "--timeout", "60")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+
+class Job(Relayed):
+    """The ranks that have come, half of them behind each relay."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__(stack)
         self.pids: dict[int, int] = {}
         self.peers: dict[int, RawPeer] = {}
         for rank in sorted({*range(SIZE)} - ABSENT):
@@ -46,15 +57,9 @@ class Job:
             environ = Path(f"/proc/{process.pid}/environ")
             while environ.exists() and b"RANK=" not in environ.read_bytes():
                 pass  # for a moment after its start
-            peer = self.peers[rank] = stack.enter_context(RawPeer(relays[rank % 2].port))
+            peer = self.peers[rank] = stack.enter_context(RawPeer(self.relays[rank % 2].port))
             peer.ping(process.pid)
             peer.ask(add(b"init/", 1), 8)
-
-    def missing(self) -> Any:
-        url = f"tcp://127.0.0.1:{self.server.port}"
-        done = CliRunner().invoke(main, ["who", "--missing", "-o", "json", "--url", url, "--timeout", "60"])
-        assert done.exit_code == 0, done.output
-        return json.loads(done.stdout)
 
     def come(self, rank: int, *, gloo: bool = False, store_based: bool = False) -> None:
         peer = self.peers[rank]
