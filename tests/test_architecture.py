@@ -46,10 +46,7 @@ MACHINE = {
 OF_THE_MACHINE = {"base/deadline.py", "base/locks.py", "base/python_process.py"}
 """Files in these folders that are about it: clocks, threads, processes."""
 
-STARTED = {
-    ("server/owned_process.py", "__main__"),
-    ("server/process/parent.py", "serving"),
-}
+STARTED = {("server/owned_process.py", "__main__"), ("server/process/parent.py", "serving")}
 """What the programs of processes import that a module starts: texts, and words after `-m`."""
 
 BY_NAME = {

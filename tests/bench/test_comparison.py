@@ -65,11 +65,7 @@ ELSEWHERE = msgspec.structs.replace(
                 "0 of 4 differ from A by more than the noise. For 1 the noise is unknown",
             ],
         ),
-        (
-            run(samples("uvloop", [1.0])),
-            run(samples("uvloop", [3.0])),
-            ["3.00× (one round, no interval) too few"],
-        ),
+        (run(samples("uvloop", [1.0])), run(samples("uvloop", [3.0])), ["3.00× (one round, no interval) too few"]),
         (two_operations(1.0), two_operations(2.0), ["operations set ours on uvloop, sockets 1,024 2.00×", "get ours"]),
         (  # only what both measured
             run([*samples("uvloop", [1.0]), *samples("uvloop", [1.0], size=2048), *samples("legacy", [1.0])]),
@@ -79,10 +75,7 @@ ELSEWHERE = msgspec.structs.replace(
         (
             ours(0.8, 0.8, 0.8),
             run([*ours(0.8, 0.8, 0.8).samples, *samples("legacy", [0.8] * 3)], reference="legacy"),
-            [
-                "different reference: libuv in A, legacy in B",
-                "No ratio to a reference is in both runs",
-            ],
+            ["different reference: libuv in A, legacy in B", "No ratio to a reference is in both runs"],
         ),
         (
             run(samples("uvloop", [1.0], scenario="start"), jobs={"start": Job("nccl2", "", "at once")}),
@@ -97,7 +90,7 @@ ELSEWHERE = msgspec.structs.replace(
             ELSEWHERE,
             [
                 "different machine: cores 2 in A, 64 in B different versions: build compiled in A, interpreted in B "
-                "different versions: torch 2.13.0 in A, none in B B is not complete scenario",
+                "different versions: torch 2.13.0 in A, none in B B is not complete scenario"
             ],
         ),
     ],

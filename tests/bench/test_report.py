@@ -111,10 +111,7 @@ def test_the_headline_names_the_transport(what: Run, texts: list[str]) -> None:
             run([*samples("uvloop", [0.1] * 3, cpu=0.0), *samples("libuv", [1.0] * 3)]),
             ["| 0.10× (noise unknown) | – | – |", "| control | none: noise unknown |"],
         ),
-        (
-            run(samples("unknown", [1.0], scenario="new", transport="memory")),
-            ["## New", "only unknown, memory (no "],
-        ),
+        (run(samples("unknown", [1.0], scenario="new", transport="memory")), ["## New", "only unknown, memory (no "]),
     ],
 )
 def test_the_report(what: Run, texts: list[str]) -> None:

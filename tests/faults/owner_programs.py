@@ -116,12 +116,7 @@ class Owner:
 
 @contextmanager
 def owner(
-    then: str,
-    options: Sequence[str] = (),
-    *,
-    before: str = "",
-    cwd: str | None = None,
-    backend: str | None = None,
+    then: str, options: Sequence[str] = (), *, before: str = "", cwd: str | None = None, backend: str | None = None
 ) -> Iterator[Owner]:
     """A program that owns a server, with code to run before and after its start; both are killed at the end."""
     host = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")

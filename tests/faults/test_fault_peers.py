@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from conformance.frames import LIST_KEYS, multi_get
+from conformance.frames import get as get_
 from faults.fault_helpers import FRAMES, I64, Watch, get, num_keys, number, settled, until
 from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
 from tcpstore_async import Limits, serve
@@ -230,16 +232,12 @@ def test_memory_is_bounded_while_a_peer_reads_nothing(server: Server, other: Raw
     names = [b"/list/%d/" % i + b"x" * 4000 for i in range(256)]
     other.send(b"\x0b" + u64(len(names)) + b"".join(blob(name) + blob(b"") for name in names))
     other.ping()
-    request = {
-        "GET": b"\x03" + blob(b"/big"),
-        "MULTI_GET": b"\x0a" + keys(b"/big", b"/big"),
-        "LIST_KEYS": b"\x11",
-    }[command]
+    requests = {"GET": get_(b"/big"), "MULTI_GET": multi_get(b"/big", b"/big"), "LIST_KEYS": LIST_KEYS}
     watch = Watch(server.process.pid)
     before = watch.memory()
     with RawPeer(server.port) as peer:
         peer.ping()
-        peer.send(request * 200)
+        peer.send(requests[command] * 200)
         settled(server, other)
         assert watch.memory() < before + 32 * MIB
         for _ in range(200):

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from example_runs import (
-    EXAMPLES,
-    forked_lines_of,
-    forked_torchrun,
-    forked_torchrun_lines_of,
-    lines_of,
-    run,
-    run_forked,
-)
+from example_runs import EXAMPLES, forked_lines_of, forked_torchrun, forked_torchrun_lines_of, lines_of, run, run_forked
 from support import tcpstore_server
 from versions import alone_on_stdout, since
 

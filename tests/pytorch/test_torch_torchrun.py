@@ -522,8 +522,7 @@ def test_a_token_protects_the_workers_server(
 
 
 @pytest.mark.parametrize(
-    ("variable", "reason"),
-    [("TCPSTORE_TLS", "the workers use TLS themselves"), ("", "does not support named stores")],
+    ("variable", "reason"), [("TCPSTORE_TLS", "the workers use TLS themselves"), ("", "does not support named stores")]
 )
 def test_workers_for_whom_there_is_no_named_store_get_a_server(
     server: int, variable: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
