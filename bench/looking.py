@@ -120,6 +120,7 @@ def _job(port: int, options: argparse.Namespace, absent: frozenset[int]) -> Iter
                 with lock:
                     link.open(stream, f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}", 20_000 + rank % 40_000)
                     link.send(stream, _script(rank, awaited))
+                    link.seal()
                     out, link.out = link.out, []
                     peer.sendall(b"".join(out))
             with lock:
