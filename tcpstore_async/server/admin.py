@@ -208,6 +208,8 @@ class Admin:
         finally:
             self._peers.discard(peer)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+            with suppress(OSError):  # what broke the connection: a stream reports it if nobody waited for its end
+                await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=_HIGH_WATER)

@@ -22,7 +22,7 @@ import pytest
 import networks
 from faults.fault_helpers import server_under, until
 from relay.test_same_user import OTHER, needs_root
-from support import tcpstore_server
+from support import free_port, tcpstore_server
 from tcpstore_async.client.interfaces import global_addresses
 from torch_forker import Program
 
@@ -179,11 +179,6 @@ def wide_world(
     world = World(request.param, *two_hosts)
     with world.stack:
         yield world
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def may_run() -> bool:
