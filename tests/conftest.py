@@ -50,6 +50,7 @@ FOLDERS = {
     "tools": "slow measured",
     "tls": "slow compiled measured",
     ".": "unmeasured",
+    "log": "compiled",
     "simulation": "compiled repeated",
     "bench": "slow",
     "names": "slow",

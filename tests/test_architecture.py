@@ -24,7 +24,7 @@ LAYERS = {
     "auth": 3, "keyspace": 3,
     "session": 4,
     "links": 5,
-    "observe": 6,
+    "observe": 6, "log": 6,
     "diagnosis": 7,
     "client": 8, "server": 8,
     "stores": 9, "serving": 9,
@@ -35,7 +35,7 @@ LAYERS = {
 }  # fmt: skip
 """The layer of each folder, and of each file beside them."""
 
-PURE = ("base", "wire", "auth/access.py", "keyspace", "session", "links", "observe")
+PURE = ("base", "wire", "auth/access.py", "keyspace", "session", "links", "observe", "log")
 """What knows no operating system: bytes and meaning."""
 
 MACHINE = {

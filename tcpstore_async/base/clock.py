@@ -1,7 +1,57 @@
-"""The time, as an input: whoever drives a server's stores sets it once a turn, and nothing in them reads any other.
+"""What enters a server's stores: the time, and events, which pass a `Recorder` if there is one.
 
-Invariant: it changes between events only, so what is executed again at the same times does the same.
+Whoever drives the stores sets the time once a turn, and nothing in them reads any other. A method that is called from
+outside passes itself to the recorder first. So what is executed again, at the same times, does the same; `log/` does
+that. This module must not know what an event does.
+
+Invariant: the time changes between events only.
 """
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from .mypyc_shim import mypyc_attr
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Recorder:
+    """Notes events, or executes noted ones again."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        """Whether an event is being executed: what is called now is part of it."""
+
+    def enter(self, subject: Any, method: str, *given: Any) -> Any:
+        """Call a method of something in the engine: an event."""
+        raise NotImplementedError
+
+    def receive(self, session: Any, chunk: bytes) -> None:
+        """Have a session on a connection of its own receive bytes: an event."""
+        raise NotImplementedError
+
+    def receive_linked(self, session: Any, payload: bytes) -> None:
+        """Have a session on a link receive bytes, within an event. Raises PeerError."""
+        raise NotImplementedError
+
+    def answer(self, ask: Callable[[], Any]) -> Any:
+        """Return what somebody outside of the engine answers, which is part of the event."""
+        raise NotImplementedError
+
+    def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        """Return steps whose result depends on what is no event. The result is part of the event in which they end."""
+        raise NotImplementedError
+
+    def opened(self, session: Any) -> None:
+        """Number a new session. If it is on a connection of its own, that is an event."""
+        raise NotImplementedError
+
+    def left(self, session: Any) -> None:
+        """Forget a session."""
+        raise NotImplementedError
+
+    def evicted(self, subject: Any, error: Exception) -> None:
+        """Note that a session or a link is evicted within an event. If memory is short, that is an event of its own."""
+        raise NotImplementedError
 
 
 class Clock:
@@ -10,3 +60,5 @@ class Clock:
     def __init__(self) -> None:
         self.now: float = 0.0
         """In seconds of the server's clock, which is monotonic."""
+        self.recorder: Recorder | None = None
+        """What events pass; None while they are neither recorded nor executed again."""

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.clock import Clock
 from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
 from ..wire.values import PREFIX, Framed, unpack
 from .accounts import Account
@@ -102,7 +101,6 @@ class AgentRegistry(SharedRequests):
         """Why no further rounds are formed; empty while they are."""
         self.ended: OrderedDict[bytes, Ended] = OrderedDict()
         """Jobs that are remembered to have ended successfully, oldest first, keyed by the key of the job."""
-        self.clock = Clock()
 
     def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
         """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
@@ -190,6 +188,10 @@ class AgentRegistry(SharedRequests):
 
         Agents of closed rounds may still read and write what they end with.
         """
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            found: list[Waiter] = recorder.enter(self, "end_rounds", why)
+            return found
         self.no_rounds = why
         return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from ..base.clock import Clock
 from ..base.errors import LimitError, ProtocolError
 from ..base.limits import PARKED_BYTES
 from ..wire.values import Value
@@ -62,6 +63,7 @@ class Registrations(GroupRegistry):
 
     def __init__(self, max_size: int, portion: int) -> None:
         super().__init__()
+        self.clock = Clock()
         self.portion = portion
         """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
         self._most_at_once: int = portion if portion == UNCUT else min(FEW, portion)
@@ -140,6 +142,10 @@ class Registrations(GroupRegistry):
 
     def step(self) -> None:
         """Do a portion of the deferred work. There must be some."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "step")
+            return
         work = self.work[0]
         self._woken = -self.portion  # a step of `_wake_keys` stops by itself
         if work.step():

@@ -48,8 +48,6 @@ class LinkRegistry(LinkWork):
         """Links that named a place, keyed by the id of their token and the place: no other token can take the place."""
         self.singles: dict[bytes, SingleLink] = {}
         """Single links, keyed by id."""
-        self.attaching: dict[ServerSession, SingleLink] = {}
-        """Sessions that have sent LINK, and the single links that use their connections after its reply."""
         if offered:
             store.hub.register("link", lambda one: self.open)
             store.hub.register("taken", lambda one: _taken)
@@ -96,6 +94,7 @@ class LinkRegistry(LinkWork):
             link = new
         link.carrier.attempt = attempt
         if isinstance(link, SingleLink):
+            link.give_back()
             link.acknowledge(taken)
             self.attaching[session] = link
             self.store.hub.pending_flush.append(session)
@@ -135,7 +134,7 @@ class LinkRegistry(LinkWork):
         if place:
             self.places[seat] = link
         if len(self.links) == 1:
-            self.on_link()
+            self.expect_ticks()
         return link
 
     def _new_single(self, session: ServerSession, said: dict[bytes, bytes]) -> SingleLink | str:
@@ -186,6 +185,9 @@ class LinkRegistry(LinkWork):
 
     def tick(self) -> bool:
         """Acknowledge, keep alive, and end what is overdue; return whether there are links."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            return bool(recorder.enter(self, "tick"))
         now = self.clock.now
         soon = now + (now - self.ticked)
         self.ticked = now
@@ -213,6 +215,10 @@ class LinkRegistry(LinkWork):
 
     def go_away(self) -> None:
         """Admit no new sessions and links, and end links without a connection."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "go_away")
+            return
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):
@@ -224,6 +230,10 @@ class LinkRegistry(LinkWork):
 
     def close_all(self) -> None:
         """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "close_all")
+            return
         self.stopping = True
         self._end_suspended()
         for link in list(self.links.values()):

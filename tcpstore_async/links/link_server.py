@@ -119,6 +119,12 @@ class ServerLink(SharedLink):
     # The connection
 
     def evict(self, error: BudgetError) -> None:
+        recorder = self.registry.clock.recorder
+        if recorder is not None:
+            if not recorder.inside:
+                recorder.enter(self, "evict", error)
+                return
+            recorder.evicted(self, error)
         self.drop_connection(error)
         self.end(str(error))
 

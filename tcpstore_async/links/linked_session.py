@@ -178,7 +178,11 @@ class LinkedSession(Credit):
 
     def _execute(self, payload: bytes) -> None:
         session = self.session
-        session.receive(payload)
+        recorder = self.link.registry.clock.recorder
+        if recorder is None:
+            session.receive(payload)
+        else:
+            recorder.receive_linked(session, payload)
         if session.out:
             self.flush()
         if not session.stalled():
@@ -229,6 +233,10 @@ class LinkedSession(Credit):
         session = self.session
         out = session.out
         if not out:
+            return
+        recorder = self.link.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "flush")
             return
         size = session.unsent
         link = self.link
@@ -281,6 +289,10 @@ class LinkedSession(Credit):
 
     def close(self) -> None:
         if self.closed:
+            return
+        recorder = self.link.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "close")
             return
         self.closed = True
         link = self.link

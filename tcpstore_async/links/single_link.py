@@ -51,6 +51,11 @@ class SingleLink(Keeper):
 
     def attach(self, connection: Transport, session: ServerSession) -> None:
         """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
+        recorder = self.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "attach", connection, session)
+            return
+        self.registry.attaching.pop(session, None)
         mine = self.session
         if session is not mine:
             self._take_over(connection, session)
@@ -88,6 +93,10 @@ class SingleLink(Keeper):
 
     def detach(self) -> None:
         """Wait for another connection during the grace period, as this one is broken."""
+        recorder = self.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "detach")
+            return
         connection = self.connection
         assert connection is not None
         connection.single = None
@@ -96,14 +105,21 @@ class SingleLink(Keeper):
         session = self.session
         session.owner = self
         self._forget_unsent()
+        self.give_back()
         registry = self.registry
         registry.suspended[self.carrier.identity] = True
         self._count_suspended(True)
         if session in registry.store.hub.evicted or registry.stopping:
             self.end("")
             return
-        registry.on_link()
+        registry.expect_ticks()
         self.step_later()
+
+    def give_back(self) -> None:
+        """Take only what has been executed: the next connection brings the rest again."""
+        session = self.session
+        if session.stalled():
+            self.stream.taken -= session.drop_held_back()
 
     def _count_suspended(self, suspended: bool) -> None:
         """Count the session among those of its token without a connection, or stop counting it."""
@@ -201,12 +217,21 @@ class SingleLink(Keeper):
 
     def abandon(self, session: ServerSession) -> None:
         """End a new link whose connection is gone, or did not take the reply to LINK."""
+        recorder = self.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "abandon", session)
+            return
+        self.registry.attaching.pop(session, None)
         if session is self.session:
             self.forget()
 
     def forget(self) -> None:
         """End the link; its session then ends with its connection."""
         if self.over:
+            return
+        recorder = self.registry.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "forget")
             return
         self.over = True
         self.single = None

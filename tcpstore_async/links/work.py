@@ -11,7 +11,7 @@ from typing import Final
 
 from ..session.server import ServerSession
 from ..session.store import PORTION, Store
-from ..session.transport import Transport
+from ..session.transport import Keeper, Transport
 
 _CLOSING: Final = 8
 """Closing a session takes as long as handling this many frames."""
@@ -36,6 +36,8 @@ class LinkWork:
         """Sessions on all links, without those of single links."""
         self.suspended: dict[bytes, bool] = {}
         """Ids of the single links that have no connection now."""
+        self.attaching: dict[ServerSession, Keeper] = {}
+        """Sessions that have sent LINK, and the single links that use their connections after its reply."""
         self.skipped: int = 0
         """How often sessions were skipped, so far."""
         self.clock = store.hub.clock
@@ -68,6 +70,11 @@ class LinkWork:
         """Calls that continue commands of sessions that have no connection."""
         self._to_send: deque[Callable[[], int]] = deque()
         """Calls that send the frames of links; they return how many of their sessions had waited."""
+
+    def expect_ticks(self) -> None:
+        """There is something to do in time."""
+        self.ticked = self.clock.now
+        self.on_link()
 
     def forget_link(self, identity: bytes) -> None:
         raise NotImplementedError
@@ -124,6 +131,9 @@ class LinkWork:
 
         Sessions that have got output are in `Hub.pending_flush`.
         """
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            return bool(recorder.enter(self, "work"))
         while self._to_close:
             owner = self._to_close.pop().owner
             if isinstance(owner, Transport):

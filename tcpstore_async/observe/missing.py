@@ -114,7 +114,7 @@ class Inquiries:
         """Number of inquiries that wait for its end."""
         self._shared: dict[tuple[object, ...], Inquiry] = {}
 
-    def ask(self, session: ServerSession, items: Items) -> Framed | None:
+    def ask(self, session: ServerSession, items: Items) -> Any:
         """Return the answer if it takes one step, else None; the session then continues the command.
 
         Raises ProtocolError for too many keys or bytes, and for an expected number that is not a number.
@@ -124,22 +124,24 @@ class Inquiries:
             raise ProtocolError(
                 f"MISSING with {len(items)} keys of {size} bytes (max {MOST_ASKED} keys, {MOST_BYTES} bytes)"
             )
-        store = session.store
-        access = store.hub.auth.granted.get(session)
+        steps = self._steps(session.store, session.store.hub.auth.granted.get(session), items)
+        recorder = session.store.hub.clock.recorder
+        if recorder is not None:
+            steps = recorder.steps(steps)
+        running = Running(steps, request=items)
+        if running.step():
+            return running.result
+        session.store.keyspace.running = running
+        return None
+
+    def _steps(self, store: Store, access: Access | None, items: Items) -> Steps:
+        """Take part in the steps of an inquiry, which peers may share; return its answer."""
         identity: tuple[object, ...] = (store, access, *items)
         inquiry = self._shared.get(identity)
         if inquiry is None:
             inquiry = Inquiry(self, store, access, items)
             self._shared[identity] = inquiry
         inquiry.askers += 1
-        running = Running(self._await_answer(inquiry, identity), request=items)
-        if running.step():
-            return inquiry.answer
-        store.keyspace.running = running
-        return None
-
-    def _await_answer(self, inquiry: "Inquiry", identity: tuple[object, ...]) -> Steps:
-        """Take part in the steps of an inquiry, which peers may share."""
         try:
             while not inquiry.step():
                 yield

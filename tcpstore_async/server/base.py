@@ -88,7 +88,7 @@ class Server:
         features = attach_features(self.store, secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
         self.links.on_work = lambda: self.call_soon(self._serve_links)
-        self.links.on_link = self._schedule_tick
+        self.links.on_link = self._ticking.expect
         self.links.on_end = lambda link, reason: self.log_limited("links", f"ended {link}: {reason}")
         self.links.on_refused = self._report_refused
         self.links.on_refusal = lambda host, peer, reason: self.log_audit(
@@ -407,9 +407,7 @@ class Server:
 
     def _attach(self) -> None:
         """Attach single links to the connections that sent LINK, after the replies to LINK."""
-        attaching = self.links.attaching
-        while attaching:
-            session, link = attaching.popitem()
+        for session, link in list(self.links.attaching.items()):
             connection = session.owner
             if not isinstance(connection, Transport):
                 link.abandon(session)
@@ -444,10 +442,6 @@ class Server:
             f"rejected {format_address(host, port)}: session limit {self.limits.sessions} reached (the `sessions` "
             "limit)",
         )
-
-    def _schedule_tick(self) -> None:
-        self.links.ticked = self.clock.now
-        self._ticking.expect()
 
     # Internal; called by the loop, outside of a turn
 

@@ -7,10 +7,12 @@ token is kept while anything of its holders is stored or connected.
 """
 
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from ..auth.access import Access
 from ..base.addresses import is_loopback
+from ..base.clock import Clock
 from ..base.errors import NotAllowedError, counted
 from ..keyspace.accounts import Account
 from ..wire.commands import FIRST, SERVER_KEY
@@ -41,8 +43,9 @@ ALL: Final = "all"
 class Auth:
     """Who has authenticated at one server."""
 
-    def __init__(self, commands: Commands) -> None:
+    def __init__(self, commands: Commands, clock: Clock) -> None:
         self.commands = commands
+        self.clock = clock
         self.authenticate: Callable[[bytes], Access | str] | None = None
         """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
         self.require_auth: str = ""
@@ -58,7 +61,7 @@ class Auth:
         status = REFUSED
         found: Access | str = "the server has no keys to check tokens with; connect without a token"
         if self.authenticate is not None:
-            found = self.authenticate(unpack(token))
+            found = self._ask(partial(self.authenticate, unpack(token)))
         if isinstance(found, Access):
             if found.store and "enter" not in self.commands.features:
                 found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"
@@ -71,7 +74,12 @@ class Auth:
             session.unsent += len(reply)
             raise NotAllowedError(found)
         session.grant_access(found)
-        return pack(auth_reply(found, session.refused_before()))
+        return pack(auth_reply(found, self._ask(session.refused_before)))
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        """Return what is no matter of the engine."""
+        recorder = self.clock.recorder
+        return ask() if recorder is None else recorder.answer(ask)
 
     def access_of(self, session: Peer) -> Access | None:
         """Return what the token of a session allows; None if it has none, or may do everything."""

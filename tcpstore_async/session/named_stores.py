@@ -376,6 +376,10 @@ class NamedStores:
 
     def arrive(self, session: ServerSession, store: NamedStore) -> None:
         """Note a session that has begun in a store, because its connection came to the store's port."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "arrive", session, store)
+            return
         store.sessions[session] = True
 
     def leave(self, session: ServerSession) -> None:
@@ -400,6 +404,9 @@ class NamedStores:
 
     def drop(self, name: str, why: str) -> bool:
         """End a store at once; return whether there is one."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            return bool(recorder.enter(self, "drop", name, why))
         store = self.stores.get(name)
         if store is None:
             return False
@@ -409,6 +416,10 @@ class NamedStores:
 
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "close", store)
+            return
         store.released = NEVER
         if store in self.ending:
             self.unnamed.hub.evict_in_steps(
@@ -447,6 +458,9 @@ class NamedStores:
 
     def work(self) -> bool:
         """Do a portion of the work that one store has left. Returns whether there is more: call it again, soon."""
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            return bool(recorder.enter(self, "work"))
         if not self.to_work:
             return False
         store, _ = self.to_work.popitem(last=False)
@@ -486,7 +500,10 @@ class NamedStores:
     def _port_for(self, entry: Entry, store: NamedStore) -> tuple[int, str]:
         """Return the port of a store, which is opened if need be, or 0 and why there is none."""
         if not store.port:
-            opened = "this server offers none" if self.open_port is None else self.open_port(store)
+            open_port, recorder = self.open_port, self.clock.recorder
+            opened: int | str = "this server offers none"
+            if open_port is not None:
+                opened = open_port(store) if recorder is None else recorder.answer(lambda: open_port(store))
             if isinstance(opened, str):
                 return 0, opened
             self.unnamed.budget.charge(PORT_BYTES)

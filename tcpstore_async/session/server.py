@@ -33,13 +33,18 @@ class ServerSession(Session):
         command; see `stalled`. Raises PeerError.
         """
         # What rarely happens is in methods of its own: compiled, the common path then takes fewer cache lines.
+        store = self.store
+        keyspace = store.keyspace
+        recorder = keyspace.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.receive(self, chunk)
+            return
+        self.done = 0
         if self.input_buffer is not None:
             joined = self._join_kept(chunk)
             if joined is None:
                 return
             chunk = joined
-        store = self.store
-        keyspace = store.keyspace
         budget = store.budget
         if keyspace is not budget.keyspace:  # something happened in another store last
             budget.switch(store.share)
@@ -83,6 +88,7 @@ class ServerSession(Session):
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
+            self.done = at
             slot.tally.count += 1
             if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)
@@ -198,6 +204,15 @@ class ServerSession(Session):
         assert kept is not None
         kept += chunk
         self._account()
+
+    def drop_held_back(self) -> int:
+        """Forget the bytes that are held back, while this is `stalled`; return how many they are."""
+        kept = self.input_buffer
+        assert kept is not None
+        count = len(kept)
+        self.input_buffer = bytearray() if self.running is not None else None
+        self._count_held(self._holds())
+        return count
 
     def _take_running(self, size: int) -> None:
         """Take over the rest of the command that was just called, whose request has so many bytes."""

@@ -45,6 +45,8 @@ class Session(Peer):
         hub = store.hub
         (hub.unvalidated_on_links if self.shares_connection() else hub.unvalidated)[self] = True
         store.budget.enter(self, self._base_bytes())
+        if hub.clock.recorder is not None:
+            hub.clock.recorder.opened(self)
         self._relieve()
 
     def __str__(self) -> str:
@@ -72,6 +74,10 @@ class Session(Peer):
         self._expect_nothing()
 
     def grant_access(self, access: Access | None) -> None:
+        recorder = self.store.hub.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "grant_access", access)
+            return
         store = self.store
         if self.table is NO_COMMANDS:
             return
@@ -135,6 +141,12 @@ class Session(Peer):
 
     def leave(self) -> None:
         store = self.store
+        recorder = store.hub.clock.recorder
+        if recorder is not None:
+            if not recorder.inside:
+                recorder.enter(self, "leave")
+                return
+            recorder.left(self)
         store.activate()
         if store.observer is not None:
             store.observer.leaves(self)
@@ -154,6 +166,12 @@ class Session(Peer):
 
     def evict(self, error: PeerError) -> None:
         hub = self.store.hub
+        recorder = hub.clock.recorder
+        if recorder is not None:
+            if not recorder.inside:
+                recorder.enter(self, "evict", error)
+                return
+            recorder.evicted(self, error)
         hub.evicted[self] = error
         self.table = NO_COMMANDS
         self._let_go()
@@ -187,16 +205,21 @@ class Session(Peer):
 
     def _account(self) -> None:
         """Update the bytes counted for unfinished requests. Raises LimitError."""
-        held = 0 if self.input_buffer is None else _BUFFER_BYTES + len(self.input_buffer)
-        if self.partial is not None:
-            held += self.partial.held()
-        if self.running is not None:
-            held += self.running.held
+        held = self._holds()
         if held != self.held:
             if held > _MOST_BEFORE_AUTH and self.store.hub.auth.must_authenticate(self):
                 raise self._stranger(f"{self.slot.command.name} with more than {_MOST_BEFORE_AUTH} bytes")
             self._count_held(held)
             self.store.budget.relieve(self)
+
+    def _holds(self) -> int:
+        """Return the bytes held for unfinished requests."""
+        held = 0 if self.input_buffer is None else _BUFFER_BYTES + len(self.input_buffer)
+        if self.partial is not None:
+            held += self.partial.held()
+        if self.running is not None:
+            held += self.running.held
+        return held
 
     def _count_held(self, held: int) -> None:
         store = self.store

@@ -48,7 +48,7 @@ class Hub(Commands):
         self.limits = limits
         self.budget = budget
         self.clock = budget.keyspace.clock
-        self.auth = Auth(self)
+        self.auth = Auth(self, self.clock)
         self.root: Store
         """The store without a name, in which every session begins."""
         self.stores: dict[Store, None] = {}
@@ -93,6 +93,10 @@ class Hub(Commands):
 
         `ended` returns why that is so, or nothing.
         """
+        recorder = self.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "end_invalid", ended)
+            return
         invalid = [store.guards.end_invalid(ended) for store in self.stores]
         if any(invalid):
             self.evict_in_steps(list(self.auth.granted), _no_longer_valid)
@@ -198,6 +202,10 @@ class Store(Table):
 
         0 means that the server is about to stop. Sessions that this wakes are in `Hub.pending_flush`.
         """
+        recorder = self.hub.clock.recorder
+        if recorder is not None and not recorder.inside:
+            recorder.enter(self, "announce", joins)
+            return
         self.activate()
         self.over = not joins and (self.over or self.joins > 0)
         self.joins = joins

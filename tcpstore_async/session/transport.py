@@ -65,6 +65,14 @@ class Keeper(Transport):
 
     over: bool
 
+    def attach(self, connection: Transport, session: ServerSession) -> None:
+        """Use the connection of a session that has sent LINK."""
+        raise NotImplementedError
+
+    def abandon(self, session: ServerSession) -> None:
+        """End a new link whose connection is gone, or did not take the reply to LINK."""
+        raise NotImplementedError
+
     def received(self, count: int) -> None:
         """Count bytes taken from the client."""
         raise NotImplementedError

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+from replaying import record
 from support import blob, keys
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
@@ -141,6 +142,7 @@ class Fleet:
         self.model = Model()
         self.store.identify(RESERVED[SERVER_KEY])
         self.store.announce(int(RESERVED[JOINS_KEY]))
+        record(self.store)
         self.model.reserved = RESERVED
         """The server's clock, in seconds."""
         self.model.now = lambda: self.store.keyspace.clock.now

@@ -28,6 +28,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from replaying import record, replayed
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import GIB, Limits
 from tcpstore_async.links.frames import LinkReply
@@ -198,6 +199,7 @@ class LinkedFleet(Fleet):
     def __init__(self, links: int, high_water: int = GIB, portion: int = 1000) -> None:
         super().__init__(0, high_water)
         self.registry = LinkRegistry(self.store, INSTANCE, 30.0, portion=portion)
+        record(self.store, links=self.registry)
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
         self.has_large = False
@@ -683,9 +685,10 @@ def run(schedule: Schedule, every: int = 20) -> LinkedFleet:
 
 
 def fault(schedule: Schedule) -> Exception | None:
-    """Return what is wrong, if anything, with a check after each step."""
+    """Return what is wrong, if anything, with a check after each step, and when it is executed again."""
     try:
-        run(schedule, 1)
+        with replayed(1):
+            run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None

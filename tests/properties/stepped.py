@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 
+from replaying import record
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.waiter_types import AWAITING_ITEM
@@ -46,6 +47,7 @@ class SteppedFleet(Fleet):
         self.store.identify(next(iter(RESERVED.values())))
         self.store.announce(3)
         self.store.hub.pending_flush.clear()
+        record(self.store)
         self.under: list[Under | None] = [None] * slots
         self.steps = 0
         self.postponed = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from properties.fleet import HANDSHAKE, Command, Difference
+from replaying import record
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.session.server import ServerSession
@@ -27,6 +28,7 @@ class Crowd:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.store = Store(Limits(budget_bytes=BUDGET, value_bytes=100_000))
+        record(self.store)
         self.honest = [self.come() for _ in range(HONEST)]
         self.hogs = [self.come() for _ in range(HOGS)]
         self.sums = [0] * HONEST

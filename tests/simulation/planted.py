@@ -25,9 +25,11 @@ from tcpstore_async.keyspace.waiter_types import AWAITING_VALUE, IDLE, Counter, 
 from tcpstore_async.links import carrier
 from tcpstore_async.links.carrier import Carrier
 from tcpstore_async.links.frames import Link
+from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.links.work import LinkWork
+from tcpstore_async.log.replay import Replayer
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.named_stores import Entry, NamedStore, NamedStores
@@ -444,10 +446,52 @@ LIMITED: dict[str, Plant] = {
 }
 
 
+# What replays differently, for `links`
+
+
+def _reads_a_clock(carrier_: Carrier) -> None:
+    carrier_.lost = time.monotonic()
+
+
+def _loses_order(real: Method) -> Method:
+    """In another process, a set has another order."""
+
+    def method(store: Keyspace, key: bytes) -> dict[Waiter, None]:
+        taken = real(store, key)
+        return dict.fromkeys(reversed(taken)) if isinstance(store.clock.recorder, Replayer) else taken
+
+    return method
+
+
+def _unrecorded(real: Method) -> Method:
+    """Return the method as one that is no event."""
+
+    def method(subject: Any, *given: Any) -> Any:
+        recorder = (subject.link.registry if isinstance(subject, LinkedSession) else subject).clock.recorder
+        if recorder is None or recorder.inside:
+            return real(subject, *given)
+        recorder.inside = True
+        try:
+            return real(subject, *given)
+        finally:
+            recorder.inside = False
+
+    return method
+
+
+REPLAYED: dict[str, Plant] = {
+    "a clock is read": (Carrier, "detach", _after(_reads_a_clock)),
+    "the order of a set decides": (Keyspace, "_take_registrations", _loses_order),
+    "output leaves before it may": (LinkedSession, "flush", _unrecorded),
+    "a tick is no event": (LinkRegistry, "tick", _unrecorded),
+    "work is no event": (LinkRegistry, "work", _unrecorded),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED}
+    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED, **REPLAYED}
     owner, method, plant = simple[name] if name in simple else REAL[name][:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))

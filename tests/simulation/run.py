@@ -30,13 +30,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from properties import limited, linked
 from properties.shrinking import shrink
+from replaying import replayed
 from simulation import hogs, proxied, real, schedule, stores
-from simulation.planted import HOGGED, LIMITED, LINKED, NAMED, PLANTED, REAL, planted
+from simulation.planted import HOGGED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
 from simulation.stage import Choices
 from support import tcpstore_server
 from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
+
+STATES = 40
+"""Events of a run between two looks at the state, when the run is executed again from its events."""
 
 
 class Kind(NamedTuple):
@@ -60,7 +64,9 @@ KINDS = {
         lambda seed: schedule.run(schedule.chosen(seed)).done, "commands", 1000, 200_000, PLANTED, schedule
     ),
     "stores": Kind(lambda seed: stores.run(stores.chosen(seed)).done, "commands", 500, 200_000, NAMED, stores),
-    "links": Kind(lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, LINKED, linked),
+    "links": Kind(
+        lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, [*LINKED, *REPLAYED], linked
+    ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED),
     "tokens": Kind(limited.run, "commands", 50, 2_000, LIMITED),
@@ -82,7 +88,8 @@ def fault(kind: str, seed: int) -> Exception | None:
         found: Exception | None = given.steps.fault(given.steps.chosen(seed))
         return found
     try:
-        given.perform(seed)
+        with replayed(STATES):
+            given.perform(seed)
     except Exception as error:  # the package's own, too
         return error
     return None
@@ -98,7 +105,8 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
         _port = server.port if server is not None else 0
         for seed in seeds:
             try:
-                total += KINDS[kind].perform(seed)
+                with replayed(STATES):
+                    total += KINDS[kind].perform(seed)
             except Exception as error:  # the package's own, too
                 failures.append((seed, repr(error)))
     return len(seeds), total, failures

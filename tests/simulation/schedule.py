@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+from replaying import replayed
 from simulation.world import LEASED, Step, World
 
 KEYS = [b"/a", b"/b", b"/n"]
@@ -187,9 +188,10 @@ def run(schedule: Schedule, every: int = 16) -> World:
 
 
 def fault(schedule: Schedule) -> Exception | None:
-    """Return what is wrong, if anything, with a check after each step."""
+    """Return what is wrong, if anything, with a check after each step, and when it is executed again."""
     try:
-        run(schedule, 1)
+        with replayed(1):
+            run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None

@@ -23,6 +23,7 @@ from typing import Any, Final, cast
 from msgspec import json
 
 from properties.fleet import Difference
+from replaying import record
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.base.version import VERSION
@@ -198,6 +199,7 @@ class Stage:
         self.store = _store(1 + choices.draw(3))
         self.store.identify(json.encode(Identity("tcpstore_async", VERSION, SINGLE_LINKS - 1, "one")))
         self.store.announce(0)
+        record(self.store)
         self.pipes: list[Pipe] = []
         self.actors: list[Actor] = []
         self.refusals: list[PeerError] = []

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
+from replaying import record, replayed
 from simulation.world import ENCODERS
 from tcpstore_async.base.errors import PeerError
 from tcpstore_async.base.limits import Limits
@@ -105,6 +106,7 @@ class World:
         self.store = Store(Limits(), portion)
         self.store.identify(identity("the server", "uv"))
         self.named = NamedStores(self.store, "the server")
+        record(self.store, self.named)
         self.named.on_released = lambda store: self.released.append(store)
         self.named.on_created = self._created
         self.released: list[NamedStore] = []
@@ -647,9 +649,10 @@ def run(schedule: Schedule, every: int = 16) -> World:
 
 
 def fault(schedule: Schedule) -> Exception | None:
-    """Return what is wrong, if anything, with a check after each step."""
+    """Return what is wrong, if anything, with a check after each step, and when it is executed again."""
     try:
-        run(schedule, 1)
+        with replayed(1):
+            run(schedule, 1)
     except Exception as error:  # the package's own, too
         return error
     return None

@@ -1,0 +1,1 @@
+"""The events that enter a server's stores: noted, and executed again."""

@@ -1,0 +1,241 @@
+"""Notes each event that enters a server's stores.
+
+An event is a call from outside: bytes of a session, its end, a portion of work, a tick. It is noted behind its
+execution, with the answers that it got from outside of the engine, so what was refused is in no event. This module must
+not know what an event does, or where it is kept.
+
+Invariant: the noted events, executed in order by `log/replay.py`, have the same effects and give every link the same
+bytes. Evictions for memory depend on what the kernel took, so they are events of their own, behind the event in which
+they happened: what a session on a link sends between the two is the one thing that may differ.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, Final, NamedTuple
+
+from ..base.clock import Recorder
+from ..base.errors import BudgetError, PeerError
+from ..keyspace.keyspace import Keyspace
+from ..links.link_registry import LinkRegistry
+from ..links.link_server import LinkInput, ServerLink
+from ..links.single_link import SingleLink
+from ..session.named_stores import NamedStore, NamedStores
+from ..session.server import ServerSession
+from ..session.store import Hub, Store
+from ..session.transport import Transport
+
+OPENED: Final = "opened"
+"""The one event that is not a method of something in the engine: a session on a connection of its own."""
+
+RECEIVE: Final = "receive"
+
+
+class Engine(NamedTuple):
+    """The stores of one server, and the features that events enter."""
+
+    root: Store
+    named: NamedStores | None = None
+    links: LinkRegistry | None = None
+
+
+class Reference(NamedTuple):
+    """Names something in the engine, whichever process it is in."""
+
+    kind: str
+    """A session or its `transport`, by number; a store, or the `keyspace` of one, by incarnation, which is empty for
+    the root; a link by id; `hub`, `named`, `links`; `error`, by its text; `answers`, a function that was asked."""
+    name: Any = 0
+
+
+class Event(NamedTuple):
+    method: str
+    subject: Reference
+    given: tuple[Any, ...]
+    now: float
+    answers: tuple[Any, ...] = ()
+    """What was said outside of the engine meanwhile, in order."""
+
+
+class Refused(NamedTuple):
+    """An answer: there was no memory for a command of a session on a link."""
+
+    execution: int
+    """Which execution of such a session's bytes in this event it was."""
+    done: int
+    """Bytes of those kept and received that were executed."""
+
+
+class Reply(NamedTuple):
+    """An answer: the reply to a command that depends on what is no event."""
+
+    command: int
+    """How many such commands there were before."""
+    result: Any
+
+
+def refer(thing: Any) -> Any:
+    """Return what names a thing in any process; plain data, itself."""
+    if isinstance(thing, ServerSession):
+        return Reference("session", thing.ordinal)
+    if isinstance(thing, SingleLink):
+        return Reference("single", thing.carrier.identity)
+    if isinstance(thing, Transport):
+        return Reference("transport", thing.session.ordinal)
+    if isinstance(thing, ServerLink):
+        return Reference("link", thing.carrier.identity)
+    if isinstance(thing, Store):
+        return Reference("store", thing.incarnation if isinstance(thing, NamedStore) else "")
+    if isinstance(thing, Hub):
+        return Reference("hub")
+    if isinstance(thing, NamedStores):
+        return Reference("named")
+    if isinstance(thing, LinkRegistry):
+        return Reference("links")
+    if isinstance(thing, PeerError):
+        return Reference("error", str(thing))
+    return Reference("answers") if callable(thing) else thing
+
+
+def is_link(session: ServerSession) -> bool:
+    """Return whether the session's connection is a link's."""
+    return isinstance(session.partial, LinkInput)
+
+
+class EventRecorder(Recorder):
+    """Notes the events of one engine."""
+
+    def __init__(self, engine: Engine, note: Callable[[list[Event]], object]) -> None:
+        """`note` is called behind each call from outside, with its events: the call, and evictions that it caused."""
+        super().__init__()
+        self.engine = engine
+        self.note = note
+        self.clock = engine.root.hub.clock
+        self.clock.recorder = self
+        self._opened = 0
+        """How many sessions there were."""
+        self._answers: list[Any] = []
+        self._evicted: list[Event] = []
+        self._executions = 0
+        """Of bytes of sessions on links, in this event."""
+        self._inquiries = 0
+        """How many commands there were whose replies depend on what is no event."""
+        self._kept: dict[int, bytes] = {}
+        """What links' connections have received and not looked at, keyed by number."""
+        self._filled: dict[int, int] = {}
+        """Bytes of the large value under way that are in events, keyed by number."""
+
+    def enter(self, subject: Any, method: str, *given: Any) -> Any:
+        reference = self._reference(subject)
+        references = tuple(map(refer, given))
+        asked = [self._asking(one) if callable(one) else one for one in given]
+        self.inside = True
+        try:
+            return getattr(subject, method)(*asked)
+        finally:
+            self._note(method, reference, references)
+
+    def receive(self, session: ServerSession, chunk: bytes) -> None:
+        high = session.unsent > session.store.limits.unsent_high_water
+        linked = is_link(session)
+        if linked and high:
+            self._kept[session.ordinal] = self._kept.pop(session.ordinal, b"") + chunk
+            self.inside = True
+            try:
+                session.receive(chunk)
+            finally:
+                self.inside = False
+            return
+        kept = bytes(session.input_buffer or b"")
+        ahead = 0 if session.stalled() else len(kept)  # of these, in events already
+        filled = self._take_filled(session)
+        running = session.running
+        idle = high and running is None and not session.store.keyspace.working
+        failed = True
+        self.inside = True
+        try:
+            session.receive(chunk)
+            failed = False
+        finally:
+            given = kept + chunk
+            if linked:
+                given = self._kept.pop(session.ordinal, b"") + chunk
+            elif failed:
+                given = given[ahead : session.done]
+            elif is_link(session):
+                given = given[ahead:]
+            else:
+                given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
+            stepped = running is not None and (not failed or session.running is not running)
+            if given or filled or stepped or linked or not (failed or idle):
+                self._note(RECEIVE, refer(session), (filled + given,))
+            else:
+                self._answers.clear()
+                self._note_evicted()
+            value = session.large_value()
+            if value is not None:
+                self._filled[session.ordinal] = value.filled
+
+    def _take_filled(self, session: ServerSession) -> bytes:
+        """Return what was read straight into a large value since the last event."""
+        value = session.large_value()
+        before = self._filled.pop(session.ordinal, 0)
+        return b"" if value is None else bytes(value.buffer[before : value.filled])
+
+    def receive_linked(self, session: ServerSession, payload: bytes) -> None:
+        self._executions += 1
+        try:
+            session.receive(payload)
+        except BudgetError:
+            self._answers.append(Refused(self._executions, session.done))
+            raise
+
+    def answer(self, ask: Callable[[], Any]) -> Any:
+        found = ask()
+        self._answers.append(found)
+        return found
+
+    def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        self._inquiries += 1
+        return self._noted(self._inquiries, steps)
+
+    def _noted(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        found = yield from steps
+        self._answers.append(Reply(command, found))
+        return found
+
+    def opened(self, session: ServerSession) -> None:
+        self._opened += 1
+        session.ordinal = self._opened
+        if not self.inside:
+            given = session.host, session.port, session.connected_at
+            self._note(OPENED, refer(session.store), given)
+
+    def left(self, session: ServerSession) -> None:
+        self._kept.pop(session.ordinal, None)
+        self._filled.pop(session.ordinal, None)
+
+    def evicted(self, subject: Any, error: Exception) -> None:
+        if isinstance(error, BudgetError):
+            self._evicted.append(Event("evict", refer(subject), (refer(error),), self.clock.now))
+
+    def _reference(self, subject: Any) -> Reference:
+        if isinstance(subject, Keyspace):
+            store = next(store for store in self.engine.root.hub.stores if store.keyspace is subject)
+            return Reference("keyspace", refer(store).name)
+        found: Reference = refer(subject)
+        return found
+
+    def _asking(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that asks another one, and notes the answer."""
+        return lambda *given: self.answer(lambda: ask(*given))
+
+    def _note(self, method: str, subject: Reference, given: tuple[Any, ...]) -> None:
+        self.inside = False
+        event = Event(method, subject, given, self.clock.now, tuple(self._answers))
+        self._answers.clear()
+        self._executions = 0
+        self._note_evicted(event)
+
+    def _note_evicted(self, *events: Event) -> None:
+        self.inside = False
+        evicted, self._evicted = self._evicted, []
+        self.note([*events, *evicted])

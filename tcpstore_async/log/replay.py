@@ -1,0 +1,164 @@
+"""Executes noted events again, on an engine of its own.
+
+The sessions' connections write nowhere: what they are given is reported. This module must not know where events come
+from.
+
+Invariant: nothing is refused for memory here: what was refused is in no event, and evictions are events.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Final
+
+from ..base.clock import Recorder
+from ..base.errors import BudgetError, PeerError, ProtocolError
+from ..session.server import ServerSession
+from ..session.transport import Keeper, Transport
+from ..wire.values import Framed
+from .events import OPENED, RECEIVE, Engine, Event, Reference, Refused, Reply, refer
+
+_UNLIMITED: Final = 2**62
+
+
+class Ghost(Transport):
+    """A connection that is not there."""
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self.session.owner is self:
+            self.leave(False)
+
+    def send_again(self, replies: list[Framed], taken: int) -> None:
+        self.session.unsent = 0
+
+    def resumed(self) -> None:
+        pass
+
+
+class Replayer(Recorder):
+    """Executes events."""
+
+    def __init__(self, engine: Engine, given: Callable[[ServerSession, list[Framed]], object]) -> None:
+        """`given` is called behind each event with the sessions whose connections are given bytes, and these."""
+        super().__init__()
+        self.engine = engine
+        self.given = given
+        self.inside = True
+        self.hub = engine.root.hub
+        self.hub.clock.recorder = self
+        self.hub.budget.resize(_UNLIMITED)
+        self.hub.auth.authenticate = lambda token: ""
+        if engine.named is not None:
+            engine.named.open_port = lambda store: 0
+            engine.named.on_released = lambda store: None
+        self.sessions: dict[int, ServerSession] = {}
+        """Keyed by number."""
+        self._opened = 0
+        self._answers: deque[Any] = deque()
+        self._executions = 0
+        self._inquiries = 0
+
+    def execute(self, event: Event) -> None:
+        self.hub.clock.now = event.now
+        self._answers = deque(event.answers)
+        self._executions = 0
+        subject, given = self._find(event.subject), [self._find(one) for one in event.given]
+        if event.method == OPENED:
+            Ghost(subject, *given)
+        elif subject is not None and given.count(None) == event.given.count(None):
+            if event.method == RECEIVE and isinstance(subject.owner, Transport) and subject.owner.single is not None:
+                subject.owner.single.received(len(given[0]))
+            with suppress(PeerError):  # of a link's connection, which is about to be closed
+                getattr(subject, event.method)(*given)
+        self._report(subject)
+
+    def _find(self, thing: Any) -> Any:
+        """Return what a reference names; None if it is gone."""
+        if not isinstance(thing, Reference):
+            return thing
+        engine, name = self.engine, thing.name
+        match thing.kind:
+            case "session":
+                return self.sessions.get(name)
+            case "transport":
+                session = self.sessions.get(name)
+                return None if session is None else session.owner
+            case "store" | "keyspace":
+                store = next((one for one in self.hub.stores if refer(one).name == name), None)
+                return store if store is None or thing.kind == "store" else store.keyspace
+            case "single":
+                return None if engine.links is None else engine.links.singles.get(name)
+            case "link":
+                return None if engine.links is None else engine.links.links.get(name)
+            case "error":
+                return ProtocolError(name)
+            case "answers":
+                return lambda *_: self._answers.popleft()
+        return {"hub": self.hub, "named": engine.named, "links": engine.links}[thing.kind]
+
+    def _report(self, subject: Any) -> None:
+        """Take what was given to connections."""
+        pending, self.hub.pending_flush = self.hub.pending_flush, []
+        sessions = dict.fromkeys(one for one in (subject, *pending) if isinstance(one, ServerSession))
+        for session in sessions:
+            owner = session.owner
+            if session.out and not (isinstance(owner, Transport) and owner.shares_connection()):
+                out = list(session.out)
+                if isinstance(owner, Keeper):
+                    owner.flush()
+                elif isinstance(owner, Transport) and owner.single is not None:
+                    owner.single.keep(out)
+                session.out.clear()
+                session.unsent = 0
+                self.given(session, out)
+
+    # Called by the engine
+
+    def enter(self, subject: Any, method: str, *given: Any) -> Any:
+        return getattr(subject, method)(*given)
+
+    def receive(self, session: ServerSession, chunk: bytes) -> None:
+        session.receive(chunk)
+
+    def receive_linked(self, session: ServerSession, payload: bytes) -> None:
+        self._executions += 1
+        answer = self._answers[0] if self._answers else None
+        if not isinstance(answer, Refused) or answer.execution != self._executions:
+            session.receive(payload)
+            return
+        self._answers.popleft()
+        kept = bytes(session.input_buffer or b"")
+        if session.input_buffer is not None:
+            session.input_buffer = bytearray()
+            session.need = 0
+        session.receive((kept + payload)[: answer.done])
+        raise BudgetError(0, 0, 0, 0)
+
+    def answer(self, ask: Callable[[], Any]) -> Any:
+        return self._answers.popleft()
+
+    def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        self._inquiries += 1
+        return self._noted(self._inquiries)
+
+    def _noted(self, command: int) -> Generator[None, None, Any]:
+        while True:
+            answer = self._answers[0] if self._answers else None
+            if isinstance(answer, Reply) and answer.command == command:
+                self._answers.popleft()
+                return answer.result
+            yield
+
+    def opened(self, session: ServerSession) -> None:
+        self._opened += 1
+        session.ordinal = self._opened
+        self.sessions[session.ordinal] = session
+
+    def left(self, session: ServerSession) -> None:
+        self.sessions.pop(session.ordinal, None)
+
+    def evicted(self, subject: Any, error: Exception) -> None:
+        pass

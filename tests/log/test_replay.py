@@ -1,0 +1,84 @@
+"""What has happened in a real server, over real connections that break, happens again from its events."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from relay.test_pollers import relay_with
+from replaying import Recording, again, compare
+from tcpstore_async.base.errors import StoreTimeoutError
+from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.log.events import Engine
+from tcpstore_async.server.poller import make_poller
+from tcpstore_async.server.uv import Connection, UvServer
+from tcpstore_async.serving import serve
+
+
+@asynccontextmanager
+async def recorded() -> AsyncIterator[UvServer]:
+    """A server whose events are executed again when it has stopped."""
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+        engine = Engine(server.store, server.named, server.links)
+        recording, make = Recording(engine, 20), again(engine)
+        yield server
+    compare(recording, make)
+
+
+async def cut(server: UvServer, rng: random.Random, count: int) -> None:
+    """Break connections, one after the other."""
+    for _ in range(count):
+        await asyncio.sleep(rng.random() / 200)
+        there = [one for one in server.open_connections() if isinstance(one, Connection)]
+        if there:
+            connection = rng.choice(there)
+            with socket.socket(fileno=os.dup(connection.fd)) as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its peer is reset
+            with server.turn:
+                connection.lost(OSError(errno.ECONNRESET, "cut"))
+
+
+async def use(store: AsyncTCPStore, number: int, rng: random.Random) -> None:
+    """Do something of everything."""
+    for turn in range(20):
+        await store.add("sum", 1)
+        await store.set(f"{number}/{turn}", bytes(rng.choice((3, 3000, 200_000))))
+        await store.queue_push("queue", f"{number}/{turn}")
+        await store.wait([f"{other}/{turn}" for other in range(4)])
+        assert await store.queue_pop("queue")
+        await store.append("all", b"x" * rng.randrange(9000))
+        with pytest.raises(StoreTimeoutError):
+            await store.wait(["nobody sets it"], 0.01)
+        await store.barrier(f"barrier {turn}", 4)
+        await store.multi_get(["sum", f"{number}/{turn}"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("through_relay", [False, True])
+async def test_clients_whose_connections_break(through_relay: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    async with recorded() as server:
+        if through_relay:
+            async with relay_with(make_poller, server.port) as relay:
+                await run(server, relay.port, rng)
+        else:
+            await run(server, server.port, rng)
+
+
+async def run(server: UvServer, port: int, rng: random.Random) -> None:
+    stores = [await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0) for _ in range(4)]
+    cutting = asyncio.ensure_future(cut(server, rng, 150))
+    await asyncio.gather(*(use(store, number, rng) for number, store in enumerate(stores)))
+    cutting.cancel()
+    assert await stores[0].add("sum", 0) == 80
+    for store in stores:
+        await store.close()

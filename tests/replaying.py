@@ -1,0 +1,275 @@
+"""Every run of the simulators, executed a second time from its events: the state and all output must be the same.
+
+`record` is called with each engine that a simulator makes. Its events are noted, with what each gave to connections,
+and every few events with a digest of the state; `compare` executes them on an engine of its own.
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from tcpstore_async.keyspace.waiter_types import KeyList
+from tcpstore_async.links.link_registry import LinkRegistry
+from tcpstore_async.links.resume import Resumable
+from tcpstore_async.log.events import Engine, Event, EventRecorder
+from tcpstore_async.log.replay import Replayer
+from tcpstore_async.observe.missing import answer_missing
+from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.store import Store
+from tcpstore_async.wire.commands import SERVER_KEY
+from tcpstore_async.wire.values import Framed, Growing, unpack
+
+Given = dict[int, bytes]
+"""What the connections of sessions were given, keyed by the sessions' numbers."""
+
+
+class NotTheSame(AssertionError):
+    """The events had other effects when they were executed again."""
+
+
+class Noted(NamedTuple):
+    events: list[Event]
+    given: Given
+    ignored: set[int]
+    """Numbers of sessions that are about to be closed: what they are given may differ."""
+    digest: int | None
+
+
+# The state
+
+NOT_KEPT = {
+    *("budget", "share", "limits", "key_lists", "observer", "owner", "clock", "hub", "registry", "shared", "guards"),
+    *(
+        "table",
+        "slot",
+        "commands",
+        "handshake",
+        "first",
+        "root",
+        "serving",
+        "backlog",
+        "input_buffer",
+        "need",
+        "partial",
+    ),
+    *("out", "unsent", "held", "stored", "done", "heard_at", "serial", "max_size", "on_full", "account", "features"),
+    *("tallies", "watchers", "pending_flush", "evicted", "auth", "connection", "on_work", "kept", "kept_bytes", "sent"),
+    *("max_kept_reply", "max_reply", "steps", "work", "before", "items", "codec", "_piece", "_piece_of", "_piece_at"),
+    *("on_created", "on_released", "open_port", "close_port", "on_leave", "on_return"),
+    *("running",),
+    *("command", "_last_key", "on_link", "on_end", "on_refused", "on_refusal", "on_failure"),
+    *("_parts", "_reply", "pieces_of", "recorder", "unnamed", "unvalidated", "_listing", "weight"),
+}
+"""Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere."""
+
+
+class Digest:
+    """A checksum of what things mean, the same in every process."""
+
+    def __init__(self, *things: Any) -> None:
+        self.sum = 0
+        self._numbers: dict[int, int] = {}
+        self._waiting: deque[Any] = deque(things)
+        while self._waiting:
+            self._look(self._waiting.popleft())
+
+    def _add(self, text: str) -> None:
+        self.sum = zlib.crc32(text.encode(errors="surrogateescape"), self.sum)
+
+    def _look(self, thing: Any) -> None:
+        if thing is None or isinstance(thing, (bool, int, float, str)):
+            self._add(f"{type(thing).__name__} {thing!r};")
+        elif isinstance(thing, (bytes, bytearray)):
+            self._add(f"bytes {bytes(thing)!r};")
+        elif isinstance(thing, Growing):
+            self._add(f"bytes {unpack(b''.join(thing.read()))!r};")
+        elif isinstance(thing, dict):
+            self._add(f"dict {len(thing)};")
+            for key, value in thing.items():
+                self._look(key)
+                self._look(value)
+        elif isinstance(thing, (list, tuple, deque)):
+            self._add(f"list {len(thing)};")
+            for one in thing:
+                self._look(one)
+        elif isinstance(thing, (set, frozenset)):
+            self._add(f"set {len(thing)};")
+            plain = [one for one in thing if isinstance(one, (bytes, str, int))]
+            for one in sorted(plain, key=repr):
+                self._look(one)
+        elif type(thing).__module__.startswith("tcpstore_async"):
+            known = self._numbers.get(id(thing))
+            if known is None:
+                known = self._numbers[id(thing)] = len(self._numbers)
+                self._waiting.append(_Contents(thing))
+            self._add(f"{type(thing).__name__} {known};")
+        elif isinstance(thing, _Contents):
+            for name, value in thing.attributes():
+                self._add(name)
+                self._look(value)
+
+
+class _Contents:
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        thing = self.thing
+        names: set[str] = set(getattr(thing, "__dict__", ()))
+        for kind in type(thing).__mro__:
+            names.update(getattr(kind, "__slots__", ()))
+            names.update(getattr(kind, "__mypyc_attrs__", ()))
+        if isinstance(thing, KeyList):  # the rest is a cache
+            names = {"keys", "group"}
+        if type(thing) is Resumable:  # of a single link, which counts what is held back until it is asked
+            names = set()
+        for name in sorted(names - NOT_KEPT):
+            value = getattr(thing, name, None)
+            if not callable(value) and not isinstance(value, types.GeneratorType):
+                yield name, value
+
+
+def digest(engine: Engine, sessions: dict[int, ServerSession]) -> int:
+    """Return a checksum of what survives a server."""
+    hub = engine.root.hub
+    found = Digest(
+        list(hub.stores), sessions, hub.auth.granted, hub.auth.usage, hub.unvalidated, engine.named, engine.links
+    )
+    return found.sum
+
+
+# Live
+
+
+class Recording(EventRecorder):
+    """Notes the events of a simulator, and their effects."""
+
+    def __init__(self, engine: Engine, every: int) -> None:
+        super().__init__(engine, self._done)
+        self.every = every
+        self.noted: list[Noted] = []
+        self.sessions: dict[int, ServerSession] = {}
+        self._left: dict[ServerSession, int] = {}
+        """How many pieces of output were there before the event."""
+        self._failed: set[int] = set()
+
+    def _begin(self) -> None:
+        self._left = {one: len(one.out) for one in self.sessions.values() if one.out}
+
+    def enter(self, subject: Any, method: str, *given: Any) -> Any:
+        self._begin()
+        return super().enter(subject, method, *given)
+
+    def receive(self, session: ServerSession, chunk: bytes) -> None:
+        self._begin()
+        try:
+            super().receive(session, chunk)
+        except BaseException:
+            if self.noted:
+                self.noted[-1].ignored.add(session.ordinal)
+            self._failed.add(session.ordinal)
+            raise
+
+    def opened(self, session: ServerSession) -> None:
+        if not self.inside:
+            self._begin()
+        self.sessions[self._opened + 1] = session
+        super().opened(session)
+
+    def left(self, session: ServerSession) -> None:
+        super().left(session)
+        self.sessions.pop(session.ordinal, None)
+
+    def _done(self, events: list[Event]) -> None:
+        hub = self.engine.root.hub
+        given: Given = {}
+        for session in dict.fromkeys([*self.sessions.values()]):
+            if session.out and not session.shares_connection():
+                new = session.out[self._left.get(session, 0) :]
+                if new:
+                    given[session.ordinal] = b"".join(new)
+        ignored = self._failed | {session.ordinal for session in hub.evicted if isinstance(session, ServerSession)}
+        looked = len(self.noted) % self.every == self.every - 1
+        self.noted.append(Noted(events, given, ignored, digest(self.engine, self.sessions) if looked else None))
+
+
+def compare(recording: Recording, make: Callable[[], Engine]) -> None:
+    """Execute the events of a recording again. Raises NotTheSame."""
+    engine = make()
+    given: Given = {}
+
+    def note(session: ServerSession, pieces: list[Framed]) -> None:
+        given[session.ordinal] = given.get(session.ordinal, b"") + b"".join(pieces)
+
+    replayer = Replayer(engine, note)
+    for at, noted in enumerate(recording.noted):
+        given.clear()
+        for event in noted.events:
+            replayer.execute(event)
+        for number in {*given, *noted.given} - noted.ignored:
+            found, expected = given.get(number, b""), noted.given.get(number, b"")
+            if found != expected:
+                raise NotTheSame(
+                    f"event {at}, {noted.events}: session {number} was given {expected[:200]!r}, again {found[:200]!r}"
+                )
+        if noted.digest is not None and digest(engine, replayer.sessions) != noted.digest:
+            raise NotTheSame(f"event {at}, {noted.events}: the state is not the same again")
+
+
+# Simulators
+
+_recordings: list[tuple[Recording, Callable[[], Engine]]] | None = None
+_every = 1
+
+
+@contextmanager
+def replayed(every: int) -> Iterator[None]:
+    """Record all engines that are made meanwhile, and compare them at the end. Raises NotTheSame.
+
+    The state is looked at every so many events.
+    """
+    global _recordings, _every
+    before, _recordings, _every = _recordings, [], every
+    try:
+        yield
+        for recording, make in _recordings:
+            compare(recording, make)
+    finally:
+        _recordings = before
+
+
+def again(live: Engine) -> Callable[[], Engine]:
+    """Return what makes another engine like one in which nothing has happened yet."""
+    root, named, links = live
+    limits, portion, now = root.limits, root.keyspace.portion, root.hub.clock.now
+    reserved, final, joins = dict(root.keyspace.reserved), set(root.keyspace.final), root.joins
+
+    def make() -> Engine:
+        store = Store(limits, portion)
+        store.hub.clock.now = now
+        store.keyspace.reserved.update(reserved)
+        if SERVER_KEY in root.keyspace.reserved:
+            store.keyspace.reserved[SERVER_KEY] = root.keyspace.reserved[SERVER_KEY]
+        store.keyspace.final.update(final)
+        store.joins = joins
+        answer_missing(store)
+        return Engine(
+            store,
+            named and NamedStores(store, named.instance),
+            links and LinkRegistry(store, links.instance, links.grace, links.keep_alive, links.portion),
+        )
+
+    return make
+
+
+def record(root: Store, named: NamedStores | None = None, links: LinkRegistry | None = None) -> None:
+    """Record the events of an engine that has just been made, if asked for."""
+    if _recordings is not None:
+        live = Engine(root, named, links)
+        _recordings.append((Recording(live, _every), again(live)))
