@@ -106,6 +106,8 @@ class SingleLink(Keeper):
         session.owner = self
         self._forget_unsent()
         self.give_back()
+        if session.out:
+            self.flush()
         registry = self.registry
         registry.suspended[self.carrier.identity] = True
         self._count_suspended(True)

@@ -184,6 +184,7 @@ class Server:
             self.ports.stop()
             self.links.close_all()
             self.flush_pending()
+        with self.turn:
             for connection in self.open_connections():
                 connection.close()
         self.release()
@@ -296,8 +297,6 @@ class Server:
         try:
             pending_flush = self.store.hub.pending_flush
             evicted = self.store.hub.evicted
-            if self.links.attaching:
-                self._attach()
             if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
                 self._flush_in_turns(pending_flush)
             while pending_flush:
@@ -329,6 +328,13 @@ class Server:
             self.log_limited(kind, text)
         if session.out:
             connection.flush()
+            if connection.close_behind(error):
+                return
+        self.close_refused(connection, error)
+
+    def close_refused(self, connection: Transport, error: PeerError) -> None:
+        """Close a connection whose replies have been sent, as far as the kernel took them."""
+        session = connection.session
         if session.backlog is None or isinstance(error, BudgetError) or session in self.store.hub.evicted:
             connection.close()  # keeping replies for an evicted peer would hold the memory it was evicted for
             return
@@ -405,7 +411,7 @@ class Server:
         owner.close()
         return True
 
-    def _attach(self) -> None:
+    def attach_links(self) -> None:
         """Attach single links to the connections that sent LINK, after the replies to LINK."""
         for session, link in list(self.links.attaching.items()):
             connection = session.owner
@@ -413,8 +419,6 @@ class Server:
                 link.abandon(session)
                 continue
             try:
-                if session.out:
-                    connection.flush()
                 if session.backlog is None and session.owner is connection and not link.over:
                     link.attach(connection, session)
                 else:

@@ -1,9 +1,10 @@
-"""A turn of a server: what enters its stores meanwhile enters at one time.
+"""A turn of a server: what enters its stores meanwhile enters at one time, and what they reply leaves at its end.
 
 Must not know what that is. Invariant: nothing enters the stores outside of a turn.
 """
 
 import time
+from collections.abc import Callable
 
 from ..base.clock import Clock
 from ..base.mypyc_shim import mypyc_attr
@@ -16,6 +17,8 @@ class LoopTurn:
     def __init__(self) -> None:
         self.clock = Clock()
         """Set to that of the server's stores once there is a server."""
+        self.end: Callable[[], object] = _nothing
+        """Called at the end: writes what is to be sent."""
 
     def begin(self) -> None:
         """Set the time."""
@@ -25,4 +28,8 @@ class LoopTurn:
         self.begin()
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.end()
+
+
+def _nothing() -> None:
+    pass

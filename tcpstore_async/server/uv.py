@@ -70,6 +70,10 @@ class Connection(Transport):
         """Whether reading is deferred to a later turn of the loop; until then nothing else may read."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
+        self.plain = True
+        """Whether replies are written as they are."""
+        self.refused: PeerError | None = None
+        """Why it is closed at the end of the turn, behind its replies."""
 
     def on_events(self, events: int) -> None:
         if events != READ:
@@ -91,6 +95,8 @@ class Connection(Transport):
                 return
             # A command that runs in steps continues though its peer does not read: others may wait for its end.
             if session.unsent > self.server.high_water and session.running is None:
+                if session.backlog is None:
+                    break  # at the end of the turn the kernel may take it all
                 self._pause()
                 return
             try:
@@ -140,6 +146,15 @@ class Connection(Transport):
         return count == size
 
     def flush(self) -> None:
+        self.server.held.append(self)
+
+    def close_behind(self, error: PeerError) -> bool:
+        self.refused = error
+        self.ended = True
+        return True
+
+    def write_out(self) -> None:
+        """Write the session's replies, as far as the kernel takes them."""
         session = self.session
         out = session.out
         if self.single is not None:
@@ -238,6 +253,14 @@ class Connection(Transport):
         self.leave(broken)
         server.closed(self)
 
+    def close_if_sent(self) -> None:
+        """Close if it lasted only until its replies were sent."""
+        error, self.refused = self.refused, None
+        if error is not None:
+            self.server.close_refused(self, error)
+        elif not self._behind():
+            self.close()
+
     def _end(self) -> None:
         """Read no more; close once the unsent bytes are sent."""
         if self._behind():
@@ -248,7 +271,7 @@ class Connection(Transport):
 
     def _behind(self) -> bool:
         """Return whether there are unsent bytes."""
-        return self.session.backlog is not None
+        return self.session.backlog is not None or len(self.session.out) > 0
 
     def _pause(self) -> None:
         if not self.paused:
@@ -346,6 +369,7 @@ class TlsConnection(Connection):
         if hello:
             budget = server.store.budget
             budget.charge(TLS_BYTES)
+            self.plain = False
             channel = self.channel = TlsChannel(TlsStream(self.tls.context), partial(_write, self.fd))
             channel.stream.feed(hello)
             budget.relieve(self.session)
@@ -426,7 +450,7 @@ class TlsConnection(Connection):
 
     def _behind(self) -> bool:
         channel = self.channel
-        return self.session.backlog is not None or (channel is not None and channel.behind())
+        return super()._behind() or (channel is not None and channel.behind())
 
     def _write_unsent(self) -> None:
         channel = self.channel
@@ -469,6 +493,9 @@ class UvServer(base.Server):
         self.tls_connections: dict[int, TlsConnection] = {}
         """Connections with TLS, and those whose first byte has not arrived, keyed by file descriptor."""
         self.poller = watch_with(self.loop, self.ready)
+        self.held: list[Connection] = []
+        """Connections with replies, which are written at the end of the turn; some more than once."""
+        self.turn.end = self._write_held
         self._deferred: list[Connection] = []
         """Connections with more to read."""
         self._ends_until: float = 0.0
@@ -504,18 +531,21 @@ class UvServer(base.Server):
         self._ends_until = 0.0
         if not began or times is None:
             self._serve_reported(reported)
+            self._write_held()
             return
         for one in reported:
             self._serve_reported([one])
             times.served(began)
+        self._write_held()
         times.end(began)
 
     def _serve_reported(self, reported: list[tuple[int, int]]) -> None:
         """Serve descriptors.
 
-        The common case, one short request and its reply, is inlined: that saves 0.1 µs of the 5 µs that an operation
-        costs in plain Python. `Connection.on_events` does everything else.
+        The common case, one short request, is inlined, as is its reply in `_write_held`: that saves 0.1 µs of the 5 µs
+        that an operation costs in plain Python. `Connection.on_events` does everything else.
         """
+        held = self.held
         connections = self.connections
         pending_flush = self.store.hub.pending_flush
         for fd, events in reported:
@@ -526,7 +556,7 @@ class UvServer(base.Server):
                 continue
             session = connection.session
             try:
-                if events != READ or session.unsent or session.partial is not None or connection.queued:
+                if events != READ or session.backlog is not None or session.partial is not None or connection.queued:
                     connection.on_events(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)
@@ -535,21 +565,8 @@ class UvServer(base.Server):
                 if single is not None:
                     single.received(len(chunk))
                 session.receive(chunk)
-                out = session.out
-                if len(out) == 1 and single is None:
-                    data = out[0]
-                    size = len(data)
-                    if size > _JOINED:
-                        connection.flush()
-                    else:
-                        count = _write(fd, data)
-                        out.clear()
-                        session.unsent -= count
-                        self.sent += count
-                        if count < size:
-                            connection.keep([data], count)
-                elif out:
-                    connection.flush()
+                if session.out:
+                    held.append(connection)
                 if pending_flush:
                     self.flush_pending()
                 if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
@@ -558,6 +575,43 @@ class UvServer(base.Server):
                 self._failed(connection, error)
             except Exception:
                 self.give_up(connection)
+
+    def _write_held(self) -> None:
+        """Write what this turn has to send, and close what was to be closed behind it."""
+        while self.held:
+            held, self.held = self.held, []
+            for connection in held:
+                if connection.fd < 0:
+                    continue
+                session = connection.session
+                out = session.out
+                try:
+                    if len(out) == 1 and connection.plain and connection.single is None and session.backlog is None:
+                        data = out[0]
+                        size = len(data)
+                        if size > _JOINED:
+                            connection.write_out()
+                        else:
+                            count = _write(connection.fd, data)
+                            out.clear()
+                            session.unsent -= count
+                            self.sent += count
+                            if count < size:
+                                connection.keep([data], count)
+                    elif out:
+                        connection.write_out()
+                    if connection.ended:
+                        connection.close_if_sent()
+                except BlockingIOError:
+                    connection.write_out()
+                except OSError as error:
+                    connection.lost(error)
+                except Exception:
+                    self.give_up(connection)
+            if self.links.attaching:
+                self.attach_links()
+            if self.store.hub.pending_flush:
+                self.flush_pending()
 
     def _ready_with_tls(self, fd: int, events: int) -> None:
         connection = self.tls_connections.get(fd)
@@ -574,8 +628,6 @@ class UvServer(base.Server):
             if isinstance(error, PeerError):
                 self.close_for(connection, error)
             elif isinstance(error, BlockingIOError):  # there was nothing to read, or the kernel took nothing
-                if connection.session.out:
-                    connection.flush()
                 if self.store.hub.pending_flush:
                     self.flush_pending()
                 connection.resume_reading()
@@ -603,19 +655,19 @@ class UvServer(base.Server):
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
-        self.turn.begin()
-        self._writing = False
-        self.written = 0
-        to_write = list(self._to_write)
-        self._to_write = {}
-        for at, connection in enumerate(to_write):
-            if self.written >= _WRITTEN_PER_TURN:
-                self._to_write = dict.fromkeys([*to_write[at:], *self._to_write])
-                return
-            try:
-                connection.writable()
-            except Exception:
-                self.give_up(connection)
+        with self.turn:
+            self._writing = False
+            self.written = 0
+            to_write = list(self._to_write)
+            self._to_write = {}
+            for at, connection in enumerate(to_write):
+                if self.written >= _WRITTEN_PER_TURN:
+                    self._to_write = dict.fromkeys([*to_write[at:], *self._to_write])
+                    return
+                try:
+                    connection.writable()
+                except Exception:
+                    self.give_up(connection)
 
     def defer(self, connection: Connection) -> None:
         """Continue reading in the next turn of the loop."""
@@ -625,17 +677,17 @@ class UvServer(base.Server):
         self._deferred.append(connection)
 
     def _resume(self) -> None:
-        self.turn.begin()
-        deferred = self._deferred
-        self._deferred = []
-        end = time.perf_counter() + _RESUMED_SECONDS
-        for at, connection in enumerate(deferred):
-            if time.perf_counter() > end:
-                if not self._deferred:
-                    self.call_soon(self._resume)
-                self._deferred = deferred[at:] + self._deferred
-                return
-            self._resume_one(connection)
+        with self.turn:
+            deferred = self._deferred
+            self._deferred = []
+            end = time.perf_counter() + _RESUMED_SECONDS
+            for at, connection in enumerate(deferred):
+                if time.perf_counter() > end:
+                    if not self._deferred:
+                        self.call_soon(self._resume)
+                    self._deferred = deferred[at:] + self._deferred
+                    return
+                self._resume_one(connection)
 
     def _resume_one(self, connection: Connection) -> None:
         connection.queued = False
@@ -667,11 +719,11 @@ class UvServer(base.Server):
         self._deferred_handshakes.append(connection)
 
     def _begin_handshake(self) -> None:
-        self.turn.begin()
-        connection = self._deferred_handshakes.popleft()
-        if self._deferred_handshakes:
-            self.call_soon(self._begin_handshake)
-        self._resume_one(connection)
+        with self.turn:
+            connection = self._deferred_handshakes.popleft()
+            if self._deferred_handshakes:
+                self.call_soon(self._begin_handshake)
+            self._resume_one(connection)
 
     # Accepting
 

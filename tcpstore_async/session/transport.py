@@ -5,6 +5,7 @@ It must not know what the bytes mean.
 Invariant: when the connection breaks, the session leaves, unless a single link keeps it.
 """
 
+from ..base.errors import PeerError
 from ..base.mypyc_shim import mypyc_attr
 from ..wire.values import Framed
 from .owner import Owner
@@ -22,8 +23,12 @@ class Transport(Owner):
         self.session: ServerSession = ServerSession(store, self, host, port, connected_at)
 
     def flush(self) -> None:
-        """Send the session's replies, as far as its peer takes them."""
+        """Send the session's replies, as far as its peer takes them, at the end of the turn at the latest."""
         raise NotImplementedError
+
+    def close_behind(self, error: PeerError) -> bool:
+        """Return whether replies leave at the end of the turn only; the server is then told to close for this error."""
+        return False
 
     def close(self) -> None:
         """Close the connection and take back what its session was offered. Idempotent."""
