@@ -6,13 +6,21 @@ and every few events with a digest of the state; `compare` executes them on an e
 
 from __future__ import annotations
 
+import copyreg
+import os
+import pickle
+import subprocess
+import sys
 import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+from tcpstore_async.auth.access import Access
+from tcpstore_async.base.limits import Limits
 from tcpstore_async.keyspace.waiter_types import KeyList
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.resume import Resumable
@@ -22,7 +30,6 @@ from tcpstore_async.observe.missing import answer_missing
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.store import Store
-from tcpstore_async.wire.commands import SERVER_KEY
 from tcpstore_async.wire.values import Framed, Growing, unpack
 
 Given = dict[int, bytes]
@@ -152,6 +159,7 @@ class Recording(EventRecorder):
 
     def __init__(self, engine: Engine, every: int) -> None:
         super().__init__(engine, self._done)
+        self.start = beginning(engine)
         self.every = every
         self.noted: list[Noted] = []
         self.sessions: dict[int, ServerSession] = {}
@@ -172,8 +180,8 @@ class Recording(EventRecorder):
             super().receive(session, chunk)
         except BaseException:
             if self.noted:
-                self.noted[-1].ignored.add(session.ordinal)
-            self._failed.add(session.ordinal)
+                self.noted[-1].ignored.add(self.numbers[session])
+            self._failed.add(self.numbers[session])
             raise
 
     def opened(self, session: ServerSession) -> None:
@@ -183,8 +191,8 @@ class Recording(EventRecorder):
         super().opened(session)
 
     def left(self, session: ServerSession) -> None:
+        del self.sessions[self.numbers[session]]
         super().left(session)
-        self.sessions.pop(session.ordinal, None)
 
     def _done(self, events: list[Event]) -> None:
         hub = self.engine.root.hub
@@ -193,22 +201,23 @@ class Recording(EventRecorder):
             if session.out and not session.shares_connection():
                 new = session.out[self._left.get(session, 0) :]
                 if new:
-                    given[session.ordinal] = b"".join(new)
-        ignored = self._failed | {session.ordinal for session in hub.evicted if isinstance(session, ServerSession)}
+                    given[self.numbers[session]] = b"".join(new)
+        ignored = self._failed | {self.numbers[one] for one in hub.evicted if isinstance(one, ServerSession)}
         looked = len(self.noted) % self.every == self.every - 1
         self.noted.append(Noted(events, given, ignored, digest(self.engine, self.sessions) if looked else None))
 
 
-def compare(recording: Recording, make: Callable[[], Engine]) -> None:
+def compare(start: Beginning, events: list[Noted]) -> None:
     """Execute the events of a recording again. Raises NotTheSame."""
-    engine = make()
+    engine = start.make()
     given: Given = {}
 
     def note(session: ServerSession, pieces: list[Framed]) -> None:
-        given[session.ordinal] = given.get(session.ordinal, b"") + b"".join(pieces)
+        number = replayer.numbers[session]
+        given[number] = given.get(number, b"") + b"".join(pieces)
 
     replayer = Replayer(engine, note)
-    for at, noted in enumerate(recording.noted):
+    for at, noted in enumerate(events):
         given.clear()
         for event in noted.events:
             replayer.execute(event)
@@ -224,12 +233,12 @@ def compare(recording: Recording, make: Callable[[], Engine]) -> None:
 
 # Simulators
 
-_recordings: list[tuple[Recording, Callable[[], Engine]]] | None = None
+_recordings: list[Recording] | None = None
 _every = 1
 
 
 @contextmanager
-def replayed(every: int) -> Iterator[None]:
+def replayed(every: int, check: Callable[[Beginning, list[Noted]], object] = compare) -> Iterator[None]:
     """Record all engines that are made meanwhile, and compare them at the end. Raises NotTheSame.
 
     The state is looked at every so many events.
@@ -238,38 +247,112 @@ def replayed(every: int) -> Iterator[None]:
     before, _recordings, _every = _recordings, [], every
     try:
         yield
-        for recording, make in _recordings:
-            compare(recording, make)
+        for recording in _recordings:
+            check(recording.start, recording.noted)
     finally:
         _recordings = before
 
 
-def again(live: Engine) -> Callable[[], Engine]:
-    """Return what makes another engine like one in which nothing has happened yet."""
-    root, named, links = live
-    limits, portion, now = root.limits, root.keyspace.portion, root.hub.clock.now
-    reserved, final, joins = dict(root.keyspace.reserved), set(root.keyspace.final), root.joins
+class Beginning(NamedTuple):
+    """What another engine begins with, in whichever process."""
 
-    def make() -> Engine:
-        store = Store(limits, portion)
-        store.hub.clock.now = now
-        store.keyspace.reserved.update(reserved)
-        if SERVER_KEY in root.keyspace.reserved:
-            store.keyspace.reserved[SERVER_KEY] = root.keyspace.reserved[SERVER_KEY]
-        store.keyspace.final.update(final)
-        store.joins = joins
+    limits: Limits
+    portion: int
+    now: float
+    reserved: dict[bytes, Framed]
+    final: set[bytes]
+    joins: int
+    instance: str | None
+    """Of named stores, if there are any."""
+    links: tuple[str, float, float, int] | None
+
+    def make(self) -> Engine:
+        store = Store(self.limits, self.portion)
+        store.hub.clock.now = self.now
+        store.keyspace.reserved.update(self.reserved)
+        store.keyspace.final.update(self.final)
+        store.joins = self.joins
         answer_missing(store)
         return Engine(
             store,
-            named and NamedStores(store, named.instance),
-            links and LinkRegistry(store, links.instance, links.grace, links.keep_alive, links.portion),
+            None if self.instance is None else NamedStores(store, self.instance),
+            None if self.links is None else LinkRegistry(store, *self.links),
         )
 
-    return make
+
+def beginning(live: Engine) -> Beginning:
+    """Describe an engine in which nothing has happened yet."""
+    root, named, links = live
+    keyspace = root.keyspace
+    return Beginning(
+        root.limits,
+        keyspace.portion,
+        root.hub.clock.now,
+        dict(keyspace.reserved),
+        set(keyspace.final),
+        root.joins,
+        None if named is None else named.instance,
+        None if links is None else (links.instance, links.grace, links.keep_alive, links.portion),
+    )
 
 
 def record(root: Store, named: NamedStores | None = None, links: LinkRegistry | None = None) -> None:
     """Record the events of an engine that has just been made, if asked for."""
     if _recordings is not None:
-        live = Engine(root, named, links)
-        _recordings.append((Recording(live, _every), again(live)))
+        _recordings.append(Recording(Engine(root, named, links), _every))
+
+
+# Other processes
+
+
+def _make(kind: Any, given: dict[str, Any]) -> Any:
+    return kind(**given)
+
+
+def _reduce(one: Any) -> tuple[Any, ...]:
+    return _make, (type(one), {field.name: getattr(one, field.name) for field in fields(one) if field.init})
+
+
+for _kind in (Limits, Access):  # compiled or not
+    copyreg.pickle(_kind, _reduce)
+
+
+class Elsewhere:
+    """A process with another build, or another order of sets, that executes recordings again."""
+
+    def __init__(self, path: str, seed: int) -> None:
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/"
+        )
+
+    def send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+        self._process.stdin.flush()
+
+    def answer(self) -> str:
+        """Return what is not the same there; empty if everything is."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        return line.strip() if line else "the process has ended"
+
+    def close(self) -> None:
+        with self._process as process:
+            process.kill()
+
+
+def _serve() -> None:
+    given = sys.stdin.buffer
+    while size := int.from_bytes(given.read(8), "little"):
+        wrong = ""
+        for start, noted in pickle.loads(given.read(size)):
+            try:
+                compare(start, noted)
+            except Exception as error:  # the package's own, too
+                wrong = repr(error).replace("\n", " ")
+        print(wrong, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

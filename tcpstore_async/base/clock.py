@@ -60,5 +60,19 @@ class Clock:
     def __init__(self) -> None:
         self.now: float = 0.0
         """In seconds of the server's clock, which is monotonic."""
+        self.done: int = 0
+        """Where the last command that was executed ends, in the bytes of its session: those kept, and received then."""
         self.recorder: Recorder | None = None
         """What events pass; None while they are neither recorded nor executed again."""
+
+    def enters(self, subject: Any, method: str, *given: Any) -> bool:
+        """Return whether the call of a method is an event, which has passed the recorder then: return at once."""
+        recorder = self.recorder
+        if recorder is None or recorder.inside:
+            return False
+        recorder.enter(subject, method, *given)
+        return True
+
+    def ask(self, ask: Callable[[], Any]) -> Any:
+        """Return what is answered outside of the engine."""
+        return ask() if self.recorder is None else self.recorder.answer(ask)

@@ -188,11 +188,8 @@ class AgentRegistry(SharedRequests):
 
         Agents of closed rounds may still read and write what they end with.
         """
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            found: list[Waiter] = recorder.enter(self, "end_rounds", why)
-            return found
-        self.no_rounds = why
+        if not self.clock.enters(self, "end_rounds", why):
+            self.no_rounds = why
         return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
 
     def _remove_silent(self, rounds: Rounds, missing: int) -> bool:

@@ -142,9 +142,7 @@ class Registrations(GroupRegistry):
 
     def step(self) -> None:
         """Do a portion of the deferred work. There must be some."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "step")
+        if self.clock.enters(self, "step"):
             return
         work = self.work[0]
         self._woken = -self.portion  # a step of `_wake_keys` stops by itself

@@ -185,17 +185,17 @@ class LinkRegistry(LinkWork):
 
     def tick(self) -> bool:
         """Acknowledge, keep alive, and end what is overdue; return whether there are links."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            return bool(recorder.enter(self, "tick"))
-        now = self.clock.now
+        if not self.clock.enters(self, "tick"):
+            self._tick(self.clock.now)
+        return len(self.links) + len(self.suspended) > 0
+
+    def _tick(self, now: float) -> None:
         soon = now + (now - self.ticked)
         self.ticked = now
         for link in list(self.links.values()):
             link.tick(now, soon)
         for identity in list(self.suspended):
             self.singles[identity].tick(now)
-        return len(self.links) + len(self.suspended) > 0
 
     def all_sessions(self) -> list[ServerSession]:
         linked = [linked.session for link in self.links.values() for linked in link.sessions.values()]
@@ -215,9 +215,7 @@ class LinkRegistry(LinkWork):
 
     def go_away(self) -> None:
         """Admit no new sessions and links, and end links without a connection."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "go_away")
+        if self.clock.enters(self, "go_away"):
             return
         self.stopping = True
         self._end_suspended()
@@ -230,9 +228,7 @@ class LinkRegistry(LinkWork):
 
     def close_all(self) -> None:
         """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "close_all")
+        if self.clock.enters(self, "close_all"):
             return
         self.stopping = True
         self._end_suspended()

@@ -290,9 +290,7 @@ class LinkedSession(Credit):
     def close(self) -> None:
         if self.closed:
             return
-        recorder = self.link.registry.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "close")
+        if self.link.registry.clock.enters(self, "close"):
             return
         self.closed = True
         link = self.link

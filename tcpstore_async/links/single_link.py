@@ -51,9 +51,7 @@ class SingleLink(Keeper):
 
     def attach(self, connection: Transport, session: ServerSession) -> None:
         """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
-        recorder = self.registry.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "attach", connection, session)
+        if self.registry.clock.enters(self, "attach", connection, session):
             return
         self.registry.attaching.pop(session, None)
         mine = self.session
@@ -93,9 +91,7 @@ class SingleLink(Keeper):
 
     def detach(self) -> None:
         """Wait for another connection during the grace period, as this one is broken."""
-        recorder = self.registry.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "detach")
+        if self.registry.clock.enters(self, "detach"):
             return
         connection = self.connection
         assert connection is not None
@@ -219,9 +215,7 @@ class SingleLink(Keeper):
 
     def abandon(self, session: ServerSession) -> None:
         """End a new link whose connection is gone, or did not take the reply to LINK."""
-        recorder = self.registry.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "abandon", session)
+        if self.registry.clock.enters(self, "abandon", session):
             return
         self.registry.attaching.pop(session, None)
         if session is self.session:
@@ -231,9 +225,7 @@ class SingleLink(Keeper):
         """End the link; its session then ends with its connection."""
         if self.over:
             return
-        recorder = self.registry.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "forget")
+        if self.registry.clock.enters(self, "forget"):
             return
         self.over = True
         self.single = None

@@ -131,9 +131,8 @@ class LinkWork:
 
         Sessions that have got output are in `Hub.pending_flush`.
         """
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            return bool(recorder.enter(self, "work"))
+        if self.clock.enters(self, "work"):
+            return self._scheduled
         while self._to_close:
             owner = self._to_close.pop().owner
             if isinstance(owner, Transport):

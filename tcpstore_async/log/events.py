@@ -20,7 +20,7 @@ from ..links.link_server import LinkInput, ServerLink
 from ..links.single_link import SingleLink
 from ..session.named_stores import NamedStore, NamedStores
 from ..session.server import ServerSession
-from ..session.store import Hub, Store
+from ..session.store import Store
 from ..session.transport import Transport
 
 OPENED: Final = "opened"
@@ -72,27 +72,8 @@ class Reply(NamedTuple):
     result: Any
 
 
-def refer(thing: Any) -> Any:
-    """Return what names a thing in any process; plain data, itself."""
-    if isinstance(thing, ServerSession):
-        return Reference("session", thing.ordinal)
-    if isinstance(thing, SingleLink):
-        return Reference("single", thing.carrier.identity)
-    if isinstance(thing, Transport):
-        return Reference("transport", thing.session.ordinal)
-    if isinstance(thing, ServerLink):
-        return Reference("link", thing.carrier.identity)
-    if isinstance(thing, Store):
-        return Reference("store", thing.incarnation if isinstance(thing, NamedStore) else "")
-    if isinstance(thing, Hub):
-        return Reference("hub")
-    if isinstance(thing, NamedStores):
-        return Reference("named")
-    if isinstance(thing, LinkRegistry):
-        return Reference("links")
-    if isinstance(thing, PeerError):
-        return Reference("error", str(thing))
-    return Reference("answers") if callable(thing) else thing
+def name_of(store: Store) -> str:
+    return store.incarnation if isinstance(store, NamedStore) else ""
 
 
 def is_link(session: ServerSession) -> bool:
@@ -110,22 +91,26 @@ class EventRecorder(Recorder):
         self.note = note
         self.clock = engine.root.hub.clock
         self.clock.recorder = self
+        self._stores = engine.root.hub.stores
+        self._parts = {"hub": engine.root.hub, "named": engine.named, "links": engine.links}
         self._opened = 0
         """How many sessions there were."""
+        self.numbers: dict[ServerSession, int] = {}
+        """Those that there are, in order of opening, with their numbers."""
         self._answers: list[Any] = []
         self._evicted: list[Event] = []
         self._executions = 0
         """Of bytes of sessions on links, in this event."""
         self._inquiries = 0
         """How many commands there were whose replies depend on what is no event."""
-        self._kept: dict[int, bytes] = {}
-        """What links' connections have received and not looked at, keyed by number."""
-        self._filled: dict[int, int] = {}
-        """Bytes of the large value under way that are in events, keyed by number."""
+        self._kept: dict[ServerSession, bytes] = {}
+        """What links' connections have received and not looked at."""
+        self._filled: dict[ServerSession, int] = {}
+        """Bytes of the large value under way that are in events."""
 
     def enter(self, subject: Any, method: str, *given: Any) -> Any:
-        reference = self._reference(subject)
-        references = tuple(map(refer, given))
+        reference = self.refer(subject)
+        references = tuple(map(self.refer, given))
         asked = [self._asking(one) if callable(one) else one for one in given]
         self.inside = True
         try:
@@ -137,7 +122,7 @@ class EventRecorder(Recorder):
         high = session.unsent > session.store.limits.unsent_high_water
         linked = is_link(session)
         if linked and high:
-            self._kept[session.ordinal] = self._kept.pop(session.ordinal, b"") + chunk
+            self._kept[session] = self._kept.pop(session, b"") + chunk
             self.inside = True
             try:
                 session.receive(chunk)
@@ -157,27 +142,27 @@ class EventRecorder(Recorder):
         finally:
             given = kept + chunk
             if linked:
-                given = self._kept.pop(session.ordinal, b"") + chunk
+                given = self._kept.pop(session, b"") + chunk
             elif failed:
-                given = given[ahead : session.done]
+                given = given[ahead : self.clock.done]
             elif is_link(session):
                 given = given[ahead:]
             else:
                 given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
             stepped = running is not None and (not failed or session.running is not running)
             if given or filled or stepped or linked or not (failed or idle):
-                self._note(RECEIVE, refer(session), (filled + given,))
+                self._note(RECEIVE, self.refer(session), (filled + given,))
             else:
                 self._answers.clear()
                 self._note_evicted()
             value = session.large_value()
             if value is not None:
-                self._filled[session.ordinal] = value.filled
+                self._filled[session] = value.filled
 
     def _take_filled(self, session: ServerSession) -> bytes:
         """Return what was read straight into a large value since the last event."""
         value = session.large_value()
-        before = self._filled.pop(session.ordinal, 0)
+        before = self._filled.pop(session, 0)
         return b"" if value is None else bytes(value.buffer[before : value.filled])
 
     def receive_linked(self, session: ServerSession, payload: bytes) -> None:
@@ -185,7 +170,7 @@ class EventRecorder(Recorder):
         try:
             session.receive(payload)
         except BudgetError:
-            self._answers.append(Refused(self._executions, session.done))
+            self._answers.append(Refused(self._executions, self.clock.done))
             raise
 
     def answer(self, ask: Callable[[], Any]) -> Any:
@@ -204,25 +189,42 @@ class EventRecorder(Recorder):
 
     def opened(self, session: ServerSession) -> None:
         self._opened += 1
-        session.ordinal = self._opened
+        self.numbers[session] = self._opened
         if not self.inside:
             given = session.host, session.port, session.connected_at
-            self._note(OPENED, refer(session.store), given)
+            self._note(OPENED, self.refer(session.store), given)
 
     def left(self, session: ServerSession) -> None:
-        self._kept.pop(session.ordinal, None)
-        self._filled.pop(session.ordinal, None)
+        del self.numbers[session]
+        self._kept.pop(session, None)
+        self._filled.pop(session, None)
 
     def evicted(self, subject: Any, error: Exception) -> None:
         if isinstance(error, BudgetError):
-            self._evicted.append(Event("evict", refer(subject), (refer(error),), self.clock.now))
+            self._evicted.append(Event("evict", self.refer(subject), (self.refer(error),), self.clock.now))
 
-    def _reference(self, subject: Any) -> Reference:
-        if isinstance(subject, Keyspace):
-            store = next(store for store in self.engine.root.hub.stores if store.keyspace is subject)
-            return Reference("keyspace", refer(store).name)
-        found: Reference = refer(subject)
-        return found
+    def refer(self, thing: Any) -> Any:
+        """Return what names a thing in any process; plain data, itself."""
+        if thing is None:
+            return None
+        if isinstance(thing, ServerSession):
+            return Reference("session", self.numbers.get(thing))
+        if isinstance(thing, SingleLink):
+            return Reference("single", thing.carrier.identity)
+        if isinstance(thing, Transport):
+            return Reference("transport", self.numbers.get(thing.session))
+        if isinstance(thing, ServerLink):
+            return Reference("link", thing.carrier.identity)
+        if isinstance(thing, Keyspace):
+            return Reference("keyspace", name_of(next(one for one in self._stores if one.keyspace is thing)))
+        if isinstance(thing, Store):
+            return Reference("store", name_of(thing))
+        kind = next((name for name, one in self._parts.items() if one is thing), None)
+        if kind is not None:
+            return Reference(kind)
+        if isinstance(thing, PeerError):
+            return Reference("error", str(thing))
+        return Reference("answers") if callable(thing) else thing
 
     def _asking(self, ask: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that asks another one, and notes the answer."""

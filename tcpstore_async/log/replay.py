@@ -16,7 +16,7 @@ from ..base.errors import BudgetError, PeerError, ProtocolError
 from ..session.server import ServerSession
 from ..session.transport import Keeper, Transport
 from ..wire.values import Framed
-from .events import OPENED, RECEIVE, Engine, Event, Reference, Refused, Reply, refer
+from .events import OPENED, RECEIVE, Engine, Event, Reference, Refused, Reply, name_of
 
 _UNLIMITED: Final = 2**62
 
@@ -56,6 +56,7 @@ class Replayer(Recorder):
             engine.named.on_released = lambda store: None
         self.sessions: dict[int, ServerSession] = {}
         """Keyed by number."""
+        self.numbers: dict[ServerSession, int] = {}
         self._opened = 0
         self._answers: deque[Any] = deque()
         self._executions = 0
@@ -87,7 +88,7 @@ class Replayer(Recorder):
                 session = self.sessions.get(name)
                 return None if session is None else session.owner
             case "store" | "keyspace":
-                store = next((one for one in self.hub.stores if refer(one).name == name), None)
+                store = next((one for one in self.hub.stores if name_of(one) == name), None)
                 return store if store is None or thing.kind == "store" else store.keyspace
             case "single":
                 return None if engine.links is None else engine.links.singles.get(name)
@@ -154,11 +155,11 @@ class Replayer(Recorder):
 
     def opened(self, session: ServerSession) -> None:
         self._opened += 1
-        session.ordinal = self._opened
-        self.sessions[session.ordinal] = session
+        self.sessions[self._opened] = session
+        self.numbers[session] = self._opened
 
     def left(self, session: ServerSession) -> None:
-        self.sessions.pop(session.ordinal, None)
+        del self.sessions[self.numbers.pop(session)]
 
     def evicted(self, subject: Any, error: Exception) -> None:
         pass

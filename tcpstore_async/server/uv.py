@@ -70,10 +70,6 @@ class Connection(Transport):
         """Whether reading is deferred to a later turn of the loop; until then nothing else may read."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
-        self.plain = True
-        """Whether replies are written as they are."""
-        self.refused: PeerError | None = None
-        """Why it is closed at the end of the turn, behind its replies."""
 
     def on_events(self, events: int) -> None:
         if events != READ:
@@ -149,7 +145,7 @@ class Connection(Transport):
         self.server.held.append(self)
 
     def close_behind(self, error: PeerError) -> bool:
-        self.refused = error
+        self.server.refused[self] = error
         self.ended = True
         return True
 
@@ -255,7 +251,7 @@ class Connection(Transport):
 
     def close_if_sent(self) -> None:
         """Close if it lasted only until its replies were sent."""
-        error, self.refused = self.refused, None
+        error = self.server.refused.pop(self, None)
         if error is not None:
             self.server.close_refused(self, error)
         elif not self._behind():
@@ -369,7 +365,6 @@ class TlsConnection(Connection):
         if hello:
             budget = server.store.budget
             budget.charge(TLS_BYTES)
-            self.plain = False
             channel = self.channel = TlsChannel(TlsStream(self.tls.context), partial(_write, self.fd))
             channel.stream.feed(hello)
             budget.relieve(self.session)
@@ -495,6 +490,8 @@ class UvServer(base.Server):
         self.poller = watch_with(self.loop, self.ready)
         self.held: list[Connection] = []
         """Connections with replies, which are written at the end of the turn; some more than once."""
+        self.refused: dict[Connection, PeerError] = {}
+        """Those of them that are closed behind their replies, and why."""
         self.turn.end = self._write_held
         self._deferred: list[Connection] = []
         """Connections with more to read."""
@@ -578,21 +575,29 @@ class UvServer(base.Server):
 
     def _write_held(self) -> None:
         """Write what this turn has to send, and close what was to be closed behind it."""
+        connections = self.connections
         while self.held:
             held, self.held = self.held, []
             for connection in held:
-                if connection.fd < 0:
+                fd = connection.fd
+                if fd < 0:
+                    self.refused.pop(connection, None)
                     continue
                 session = connection.session
                 out = session.out
                 try:
-                    if len(out) == 1 and connection.plain and connection.single is None and session.backlog is None:
+                    if (
+                        len(out) == 1
+                        and connections[fd] is connection
+                        and connection.single is None
+                        and session.backlog is None
+                    ):
                         data = out[0]
                         size = len(data)
                         if size > _JOINED:
                             connection.write_out()
                         else:
-                            count = _write(connection.fd, data)
+                            count = _write(fd, data)
                             out.clear()
                             session.unsent -= count
                             self.sent += count

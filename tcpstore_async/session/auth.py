@@ -8,7 +8,7 @@ token is kept while anything of its holders is stored or connected.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ..auth.access import Access
 from ..base.addresses import is_loopback
@@ -61,7 +61,7 @@ class Auth:
         status = REFUSED
         found: Access | str = "the server has no keys to check tokens with; connect without a token"
         if self.authenticate is not None:
-            found = self._ask(partial(self.authenticate, unpack(token)))
+            found = self.clock.ask(partial(self.authenticate, unpack(token)))
         if isinstance(found, Access):
             if found.store and "enter" not in self.commands.features:
                 found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"
@@ -74,12 +74,7 @@ class Auth:
             session.unsent += len(reply)
             raise NotAllowedError(found)
         session.grant_access(found)
-        return pack(auth_reply(found, self._ask(session.refused_before)))
-
-    def _ask(self, ask: Callable[[], Any]) -> Any:
-        """Return what is no matter of the engine."""
-        recorder = self.clock.recorder
-        return ask() if recorder is None else recorder.answer(ask)
+        return pack(auth_reply(found, self.clock.ask(session.refused_before)))
 
     def access_of(self, session: Peer) -> Access | None:
         """Return what the token of a session allows; None if it has none, or may do everything."""

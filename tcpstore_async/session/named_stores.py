@@ -376,9 +376,7 @@ class NamedStores:
 
     def arrive(self, session: ServerSession, store: NamedStore) -> None:
         """Note a session that has begun in a store, because its connection came to the store's port."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "arrive", session, store)
+        if self.clock.enters(self, "arrive", session, store):
             return
         store.sessions[session] = True
 
@@ -404,21 +402,17 @@ class NamedStores:
 
     def drop(self, name: str, why: str) -> bool:
         """End a store at once; return whether there is one."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            return bool(recorder.enter(self, "drop", name, why))
         store = self.stores.get(name)
         if store is None:
             return False
-        self._end(store, why)
-        self.close(store)
+        if not self.clock.enters(self, "drop", name, why):
+            self._end(store, why)
+            self.close(store)
         return True
 
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "close", store)
+        if self.clock.enters(self, "close", store):
             return
         store.released = NEVER
         if store in self.ending:
@@ -458,9 +452,8 @@ class NamedStores:
 
     def work(self) -> bool:
         """Do a portion of the work that one store has left. Returns whether there is more: call it again, soon."""
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            return bool(recorder.enter(self, "work"))
+        if self.clock.enters(self, "work"):
+            return len(self.to_work) > 0
         if not self.to_work:
             return False
         store, _ = self.to_work.popitem(last=False)
@@ -500,10 +493,9 @@ class NamedStores:
     def _port_for(self, entry: Entry, store: NamedStore) -> tuple[int, str]:
         """Return the port of a store, which is opened if need be, or 0 and why there is none."""
         if not store.port:
-            open_port, recorder = self.open_port, self.clock.recorder
             opened: int | str = "this server offers none"
-            if open_port is not None:
-                opened = open_port(store) if recorder is None else recorder.answer(lambda: open_port(store))
+            if self.open_port is not None:
+                opened = self.clock.ask(partial(self.open_port, store))
             if isinstance(opened, str):
                 return 0, opened
             self.unnamed.budget.charge(PORT_BYTES)

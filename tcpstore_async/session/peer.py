@@ -34,7 +34,7 @@ _NO_INTRODUCTION: Final[Introduction] = {}
 class Peer(Holder):
     """One connection, or one session on a link."""
 
-    __slots__ = ("done", "heard_at", "ordinal", "serial")
+    __slots__ = ("heard_at", "serial")
     """Python shares the names of 29 other attributes among all sessions. With one more, each would have its own."""
 
     def __init__(
@@ -67,10 +67,6 @@ class Peer(Holder):
         """On the same clock."""
         self.serial: int = 0
         """Its serial number in the history; 0 if it is not named there."""
-        self.ordinal: int = 0
-        """Its number among all sessions of the server, if events are recorded."""
-        self.done: int = 0
-        """Where the last command that was executed ends, in the bytes received last with those kept before."""
         self.pid: int = NO_PID
         """The peer's process: from its INTRODUCE, else the number of its first PING, which PyTorch's client and ours
         send in the handshake."""

@@ -35,11 +35,12 @@ class ServerSession(Session):
         # What rarely happens is in methods of its own: compiled, the common path then takes fewer cache lines.
         store = self.store
         keyspace = store.keyspace
-        recorder = keyspace.clock.recorder
+        clock = keyspace.clock
+        recorder = clock.recorder
         if recorder is not None and not recorder.inside:
             recorder.receive(self, chunk)
             return
-        self.done = 0
+        clock.done = 0
         if self.input_buffer is not None:
             joined = self._join_kept(chunk)
             if joined is None:
@@ -52,7 +53,7 @@ class ServerSession(Session):
             budget.attribute()
         store.serving = self
         if store.observer is not None:
-            self.heard_at = keyspace.clock.now
+            self.heard_at = clock.now
         limits = store.limits
         high_water = limits.unsent_high_water
         out = self.out
@@ -88,7 +89,7 @@ class ServerSession(Session):
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
-            self.done = at
+            clock.done = at
             slot.tally.count += 1
             if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)

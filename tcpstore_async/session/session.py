@@ -74,9 +74,7 @@ class Session(Peer):
         self._expect_nothing()
 
     def grant_access(self, access: Access | None) -> None:
-        recorder = self.store.hub.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "grant_access", access)
+        if self.store.hub.clock.enters(self, "grant_access", access):
             return
         store = self.store
         if self.table is NO_COMMANDS:

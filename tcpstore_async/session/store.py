@@ -93,9 +93,7 @@ class Hub(Commands):
 
         `ended` returns why that is so, or nothing.
         """
-        recorder = self.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "end_invalid", ended)
+        if self.clock.enters(self, "end_invalid", ended):
             return
         invalid = [store.guards.end_invalid(ended) for store in self.stores]
         if any(invalid):
@@ -202,9 +200,7 @@ class Store(Table):
 
         0 means that the server is about to stop. Sessions that this wakes are in `Hub.pending_flush`.
         """
-        recorder = self.hub.clock.recorder
-        if recorder is not None and not recorder.inside:
-            recorder.enter(self, "announce", joins)
+        if self.hub.clock.enters(self, "announce", joins):
             return
         self.activate()
         self.over = not joins and (self.over or self.joins > 0)

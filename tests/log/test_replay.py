@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from relay.test_pollers import relay_with
-from replaying import Recording, again, compare
+from replaying import Recording, compare
 from tcpstore_async.base.errors import StoreTimeoutError
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.log.events import Engine
@@ -28,10 +28,9 @@ async def recorded() -> AsyncIterator[UvServer]:
     """A server whose events are executed again when it has stopped."""
     async with serve() as server:
         assert isinstance(server, UvServer)
-        engine = Engine(server.store, server.named, server.links)
-        recording, make = Recording(engine, 20), again(engine)
+        recording = Recording(Engine(server.store, server.named, server.links), 20)
         yield server
-    compare(recording, make)
+    compare(recording.start, recording.noted)
 
 
 async def cut(server: UvServer, rng: random.Random, count: int) -> None:

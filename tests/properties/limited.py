@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from replaying import record
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.errors import ProtocolError
 from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES
@@ -210,6 +211,7 @@ class LimitedFleet(Fleet):
         self.model = self.limited = LimitedModel(limits)
         self.model.now = lambda: self.store.keyspace.clock.now
         self.store.identify(identity("this server", "uv"))
+        record(self.store)
 
     def new_session(self, slot: int) -> ServerSession:
         session = super().new_session(slot)
@@ -238,6 +240,7 @@ class LimitedSteppedFleet(SteppedFleet):
         self.model = self.limited = LimitedModel({}, portion)
         self.model.now = lambda: self.store.keyspace.clock.now
         self.store.identify(identity("this server", "uv"))
+        record(self.store)
 
     def new_session(self, slot: int) -> ServerSession:
         session = super().new_session(slot)

@@ -9,6 +9,7 @@
     python tests/simulation/run.py --kind tokens --schedules 1000   tokens with limits, and what is counted for them
     python tests/simulation/run.py --scale 0.1                      all kinds, a tenth of what `make simulate` runs
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
+    python tests/simulation/run.py --scale 0.01 --across            executed again in other processes, from their events
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
 
 PYTHONPATH=build/compiled runs the compiled build, which is faster. Only the interpreted one takes planted defects.
@@ -20,9 +21,11 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from properties import limited, linked
 from properties.shrinking import shrink
-from replaying import replayed
+from replaying import Beginning, Elsewhere, Noted, replayed
 from simulation import hogs, proxied, real, schedule, stores
 from simulation.planted import HOGGED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
 from simulation.stage import Choices
@@ -41,6 +44,9 @@ Failure = tuple[int, str]
 
 STATES = 40
 """Events of a run between two looks at the state, when the run is executed again from its events."""
+
+_TOGETHER = 50
+"""Recordings that are sent to another process at once."""
 
 
 class Kind(NamedTuple):
@@ -110,6 +116,39 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
             except Exception as error:  # the package's own, too
                 failures.append((seed, repr(error)))
     return len(seeds), total, failures
+
+
+def _keep(found: list[tuple[Beginning, list[Noted]]], start: Beginning, noted: list[Noted]) -> None:
+    found.append((start, noted))
+
+
+def across(kind: str, seeds: range) -> bool:
+    """Execute the recordings of these seeds again in other processes. Return True if anything is not the same.
+
+    The processes have three orders of sets, and both builds if there is a compiled one.
+    """
+    root = Path(__file__).parents[2]
+    paths = [str(path) for path in (root, root / "build/compiled") if (path / "tcpstore_async").exists()]
+    others = [Elsewhere(path, order) for path in paths for order in (0, 1, 4711)]
+    wrong: list[str] = []
+    events = 0
+    for at in range(0, len(seeds), _TOGETHER):
+        found: list[tuple[Beginning, list[Noted]]] = []
+        for seed in seeds[at : at + _TOGETHER]:
+            with replayed(STATES, partial(_keep, found)):
+                KINDS[kind].perform(seed)
+        events += sum(len(noted) for _, noted in found)
+        data = pickle.dumps(found)
+        for other in others:
+            other.send(data)
+        wrong += filter(None, [other.answer() for other in others])
+    for other in others:
+        other.close()
+    print(
+        f"{kind}: {len(seeds):,} schedules, {events:,} events in {len(others)} other processes; {len(wrong)} findings"
+    )
+    print(*wrong[:3], sep="\n")
+    return bool(wrong)
 
 
 def explain(kind: str, seed: int) -> bool:
@@ -210,6 +249,11 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, default="sessions", help="what is run")
     parser.add_argument("--schedules", type=int, default=10_000, help="how many")
     parser.add_argument("--scale", type=float, help="run all kinds, as many schedules as `make simulate` times this")
+    parser.add_argument(
+        "--across",
+        action="store_true",
+        help="execute them again in processes with other orders of sets and other builds",
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per processor)")
     parser.add_argument("--most", type=int, default=10, help="findings after which it ends")
@@ -227,6 +271,9 @@ def main() -> int:
     counts = {given.kind: given.schedules}
     if given.scale is not None:
         counts = {kind: round(one.schedules * given.scale) for kind, one in KINDS.items()}
+    if given.across:
+        counts.pop("proxied", None)  # its servers are real ones
+        return max(across(kind, range(given.first, given.first + count)) for kind, count in counts.items())
     failed = [
         many(kind, range(given.first, given.first + count), given.jobs, given.most) for kind, count in counts.items()
     ]
