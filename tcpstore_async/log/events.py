@@ -10,6 +10,7 @@ they happened: what a session on a link sends between the two is the one thing t
 """
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ..base.clock import Recorder
@@ -111,7 +112,7 @@ class EventRecorder(Recorder):
     def enter(self, subject: Any, method: str, *given: Any) -> Any:
         reference = self.refer(subject)
         references = tuple(map(self.refer, given))
-        asked = [self._asking(one) if callable(one) else one for one in given]
+        asked = [partial(self._ask, one) if callable(one) else one for one in given]
         self.inside = True
         try:
             return getattr(subject, method)(*asked)
@@ -121,17 +122,10 @@ class EventRecorder(Recorder):
     def receive(self, session: ServerSession, chunk: bytes) -> None:
         high = session.unsent > session.store.limits.unsent_high_water
         linked = is_link(session)
-        if linked and high:
-            self._kept[session] = self._kept.pop(session, b"") + chunk
-            self.inside = True
-            try:
-                session.receive(chunk)
-            finally:
-                self.inside = False
-            return
         kept = bytes(session.input_buffer or b"")
         ahead = 0 if session.stalled() else len(kept)  # of these, in events already
-        filled = self._take_filled(session)
+        value, before = session.large_value(), self._filled.pop(session, 0)
+        filled = b"" if value is None else bytes(value.buffer[before : value.filled])  # read straight into it
         running = session.running
         idle = high and running is None and not session.store.keyspace.working
         failed = True
@@ -143,6 +137,9 @@ class EventRecorder(Recorder):
             given = kept + chunk
             if linked:
                 given = self._kept.pop(session, b"") + chunk
+                if high:  # it has not looked at them
+                    self._kept[session] = given
+                    given = b""
             elif failed:
                 given = given[ahead : self.clock.done]
             elif is_link(session):
@@ -150,20 +147,13 @@ class EventRecorder(Recorder):
             else:
                 given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
             stepped = running is not None and (not failed or session.running is not running)
-            if given or filled or stepped or linked or not (failed or idle):
+            if given or filled or stepped or not (failed or idle):
                 self._note(RECEIVE, self.refer(session), (filled + given,))
             else:
                 self._answers.clear()
                 self._note_evicted()
-            value = session.large_value()
-            if value is not None:
+            if (value := session.large_value()) is not None:
                 self._filled[session] = value.filled
-
-    def _take_filled(self, session: ServerSession) -> bytes:
-        """Return what was read straight into a large value since the last event."""
-        value = session.large_value()
-        before = self._filled.pop(session, 0)
-        return b"" if value is None else bytes(value.buffer[before : value.filled])
 
     def receive_linked(self, session: ServerSession, payload: bytes) -> None:
         self._executions += 1
@@ -226,9 +216,8 @@ class EventRecorder(Recorder):
             return Reference("error", str(thing))
         return Reference("answers") if callable(thing) else thing
 
-    def _asking(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that asks another one, and notes the answer."""
-        return lambda *given: self.answer(lambda: ask(*given))
+    def _ask(self, ask: Callable[..., Any], *given: Any) -> Any:
+        return self.answer(partial(ask, *given))
 
     def _note(self, method: str, subject: Reference, given: tuple[Any, ...]) -> None:
         self.inside = False
