@@ -18,7 +18,7 @@ READ: Final = 0x001
 WRITE: Final = 0x004
 _HANG_UP: Final = 0x2000
 _EDGE: Final = 1 << 31
-_BATCH: Final = 1024
+_BATCH: Final = 256
 
 Report = Callable[[list[tuple[int, int]]], None]
 """Called with pairs of a file descriptor and its events: READ, WRITE, and others that the kernel reports."""
