@@ -15,7 +15,8 @@ import pytest
 
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
-from tcpstore_async.base.errors import StoreTimeoutError
+from tcpstore_async.base.errors import DistNetworkError, StoreTimeoutError
+from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.log.events import Engine
 from tcpstore_async.server.poller import make_poller
@@ -24,9 +25,9 @@ from tcpstore_async.serving import serve
 
 
 @asynccontextmanager
-async def recorded() -> AsyncIterator[UvServer]:
+async def recorded(limits: Limits | None = None) -> AsyncIterator[UvServer]:
     """A server whose events are executed again when it has stopped."""
-    async with serve() as server:
+    async with serve(limits=limits) as server:
         assert isinstance(server, UvServer)
         recording = Recording(Engine(server.store, server.named, server.links), 20)
         yield server
@@ -81,3 +82,24 @@ async def run(server: UvServer, port: int, rng: random.Random) -> None:
     assert await stores[0].add("sum", 0) == 80
     for store in stores:
         await store.close()
+
+
+@pytest.mark.parametrize("through_relay", [False, True])
+async def test_a_server_whose_memory_is_short(through_relay: bool) -> None:
+    """What was refused is refused again, though there is memory; who was evicted is evicted."""
+    async with recorded(Limits(budget_bytes=9 * MIB)) as server, relay_with(make_poller, server.port) as relay:
+        port = relay.port if through_relay else server.port
+        other = await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
+        for number in range(3):
+            store = await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
+            await other.set("before", str(number))
+            with pytest.raises(DistNetworkError):
+                for at in range(100):
+                    await store.set(f"{number}/{at}", bytes(300_000))
+                    await store.append("grows", b"x" * 10)
+                    await store.check(["grows"])
+            assert await other.get("before") == str(number).encode()
+            for at in range(100):
+                await other.delete_key(f"{number}/{at}")
+            await store.close()
+        await other.close()

@@ -6,7 +6,7 @@ import pytest
 
 from simulation import real
 from simulation.hogs import perform
-from simulation.run import KINDS, portion
+from simulation.run import KINDS, across, portion
 from simulation.schedule import chosen
 from simulation.stage import Choices
 
@@ -54,3 +54,9 @@ def test_a_finding_of_the_clients_shrinks() -> None:
     short = real.shrink([1, 2, 3, 0, 4, 5, 6], differs)
     assert differs(short)
     assert len(short) < 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sessions", "stores", "links", "tokens"])
+def test_recordings_are_the_same_in_other_processes(kind: str) -> None:
+    assert not across(kind, range(700, 706))

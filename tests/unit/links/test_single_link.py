@@ -277,6 +277,31 @@ def test_a_command_under_way_is_completed_without_a_connection() -> None:
     target.finish()
 
 
+def test_what_is_held_back_comes_again_on_the_next_connection() -> None:
+    """So the server has taken what it has executed, and its events say the same."""
+    target = SingleTarget()
+    target.store.keyspace.portion = 10
+    peer = peer_of(target)
+    names = [b"w%d" % number for number in range(1100)]
+    for name in names:
+        target.store.keyspace.set(name, pack(b""))
+    waiting = Command("wait", names).frame
+    data = waiting + add(b"k", 1)
+    link = peer.wire.single
+    assert isinstance(link, SingleLink)
+    assert peer.link is not None
+    before = link.stream.taken
+    peer.link.note(data)
+    link.received(len(data))
+    peer.wire.session.receive(data)
+    assert peer.wire.session.stalled()
+    cut(target, peer)
+    assert link.stream.taken == before + len(waiting)
+    peer.dial()
+    assert heard(target) == b"\0" + i64(1)
+    target.finish()
+
+
 def test_limits_and_a_server_that_stops() -> None:
     target = SingleTarget()
     peer = peer_of(target)
