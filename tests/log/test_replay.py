@@ -25,11 +25,11 @@ from tcpstore_async.serving import serve
 
 
 @asynccontextmanager
-async def recorded(limits: Limits | None = None) -> AsyncIterator[UvServer]:
+async def recorded(limits: Limits | None = None, every: int = 40) -> AsyncIterator[UvServer]:
     """A server whose events are executed again when it has stopped."""
     async with serve(limits=limits) as server:
         assert isinstance(server, UvServer)
-        recording = Recording(Engine(server.store, server.named, server.links), 20)
+        recording = Recording(Engine(server.store, server.named, server.links), every)
         yield server
     compare(recording.start, recording.noted)
 
@@ -87,19 +87,19 @@ async def run(server: UvServer, port: int, rng: random.Random) -> None:
 @pytest.mark.parametrize("through_relay", [False, True])
 async def test_a_server_whose_memory_is_short(through_relay: bool) -> None:
     """What was refused is refused again, though there is memory; who was evicted is evicted."""
-    async with recorded(Limits(budget_bytes=9 * MIB)) as server, relay_with(make_poller, server.port) as relay:
+    async with recorded(Limits(budget_bytes=9 * MIB), 500) as server, relay_with(make_poller, server.port) as relay:
         port = relay.port if through_relay else server.port
         other = await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
         for number in range(3):
             store = await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
             await other.set("before", str(number))
             with pytest.raises(DistNetworkError):
-                for at in range(100):
-                    await store.set(f"{number}/{at}", bytes(300_000))
+                for at in range(1000):
+                    await store.set(f"{number}/{at}", bytes(20_000))
                     await store.append("grows", b"x" * 10)
                     await store.check(["grows"])
             assert await other.get("before") == str(number).encode()
-            for at in range(100):
+            for at in range(1000):
                 await other.delete_key(f"{number}/{at}")
             await store.close()
         await other.close()
