@@ -51,6 +51,12 @@ _ENDS_SECONDS: Final = 0.001
 _RESUMED_SECONDS: Final = 0.002
 """Time per turn of the loop for deferred connections; the rest waits for the next turn."""
 
+_SHORT: Final = 4096
+"""Replies of more bytes count towards `_HELD_BYTES`."""
+
+_HELD_BYTES: Final = 1024 * 1024
+"""Bytes of replies from which on they are written before the end of the turn: until then, no budget counts them."""
+
 _JOINED: Final = 256 * 1024
 """Replies up to this size are joined for one write; larger ones are not copied."""
 
@@ -142,7 +148,10 @@ class Connection(Transport):
         return count == size
 
     def flush(self) -> None:
-        self.server.held.append(self)
+        server, unsent = self.server, self.session.unsent
+        server.held.append(self)
+        if unsent > _SHORT:
+            server.held_bytes += unsent
 
     def close_behind(self, error: PeerError) -> bool:
         self.server.refused[self] = error
@@ -490,6 +499,8 @@ class UvServer(base.Server):
         self.poller = watch_with(self.loop, self.ready)
         self.held: list[Connection] = []
         """Connections with replies, which are written at the end of the turn; some more than once."""
+        self.held_bytes: int = 0
+        """At most so many bytes of long replies."""
         self.refused: dict[Connection, PeerError] = {}
         """Those of them that are closed behind their replies, and why."""
         self.turn.end = self._write_held
@@ -546,6 +557,9 @@ class UvServer(base.Server):
         connections = self.connections
         pending_flush = self.store.hub.pending_flush
         for fd, events in reported:
+            if self.held_bytes > _HELD_BYTES:
+                self._write_held()
+                held = self.held
             connection = connections[fd]
             if connection is None:
                 if self.tls_connections:
@@ -562,7 +576,9 @@ class UvServer(base.Server):
                 if single is not None:
                     single.received(len(chunk))
                 session.receive(chunk)
-                if session.out:
+                if session.unsent > _SHORT:
+                    connection.flush()
+                elif session.out:
                     held.append(connection)
                 if pending_flush:
                     self.flush_pending()
@@ -578,6 +594,7 @@ class UvServer(base.Server):
         connections = self.connections
         while self.held:
             held, self.held = self.held, []
+            self.held_bytes = 0
             for connection in held:
                 fd = connection.fd
                 if fd < 0:
@@ -693,6 +710,8 @@ class UvServer(base.Server):
                     self._deferred = deferred[at:] + self._deferred
                     return
                 self._resume_one(connection)
+                if self.held_bytes > _HELD_BYTES:
+                    self._write_held()
 
     def _resume_one(self, connection: Connection) -> None:
         connection.queued = False
