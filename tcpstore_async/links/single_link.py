@@ -238,11 +238,13 @@ class SingleLink(Keeper):
         self.carrier.forget()
 
     def end(self, reason: str) -> None:
-        """End the link and, if it has no connection, the session; a `reason` that is not empty is logged."""
+        """End the link with its session, and close its connection; a `reason` that is not empty is logged."""
         if self.over:
             return
         self.forget()
-        if self.connection is None:
-            if reason:
-                self.registry.on_end(self, reason)
-            self.session.leave()
+        if self.connection is not None:
+            self.session.evict(ProtocolError(reason))
+            return
+        if reason:
+            self.registry.on_end(self, reason)
+        self.session.leave()

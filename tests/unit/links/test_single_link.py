@@ -216,6 +216,29 @@ def test_a_delayed_attempt_changes_nothing() -> None:
     target.finish()
 
 
+def test_a_client_that_starts_over_ends_its_session_and_connection() -> None:
+    """It has not got the reply to its first LINK; what that connection holds must not stay with it."""
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", push(b"q", b"1") + lease_later(b"q", 7))
+    assert heard(target) == i64(1) + blob(b"1")
+    old, client = peer.wire, peer.link
+    assert client is not None
+    client._instance = ""
+    wire = Wire(target.store)
+    wire.session.receive(VALIDATE + LINK.prefix + LINK.request.encode(client.fields()))
+    wire.flush()
+    target.serve()
+    assert b'"new"' in wire.down
+    assert old.is_closed
+    other = peer_of(target, "b")
+    target.say("b", lease_later(b"q", 8))
+    assert heard(target, "b") == i64(1) + blob(b"1"), "the item has gone back"
+    wire.close()
+    other.wire.close()
+    target.serve()
+
+
 def test_one_link_for_a_connection() -> None:
     """And it is gone when the connection is before it took the reply."""
     target = SingleTarget()
