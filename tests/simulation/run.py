@@ -42,9 +42,6 @@ from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
 
-STATES = 40
-"""Events of a run between two looks at the state, when the run is executed again from its events."""
-
 _TOGETHER = 50
 """Recordings that are sent to another process at once."""
 
@@ -63,6 +60,8 @@ class Kind(NamedTuple):
     """Planted defects that it finds."""
     steps: Any = None
     """The module whose schedules are lists of steps, and can be shrunk."""
+    states: int = 40
+    """Events of a run between two looks at the state, when the run is executed again from its events."""
 
 
 KINDS = {
@@ -74,7 +73,7 @@ KINDS = {
         lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, [*LINKED, *REPLAYED], linked
     ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
-    "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED),
+    "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED, states=2000),
     "tokens": Kind(limited.run, "commands", 50, 2_000, LIMITED),
     "proxied": Kind(lambda seed: _through_proxy(seed), "connections cut", 20, 200),
 }
@@ -94,7 +93,7 @@ def fault(kind: str, seed: int) -> Exception | None:
         found: Exception | None = given.steps.fault(given.steps.chosen(seed))
         return found
     try:
-        with replayed(STATES):
+        with replayed(given.states):
             given.perform(seed)
     except Exception as error:  # the package's own, too
         return error
@@ -111,7 +110,7 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
         _port = server.port if server is not None else 0
         for seed in seeds:
             try:
-                with replayed(STATES):
+                with replayed(KINDS[kind].states):
                     total += KINDS[kind].perform(seed)
             except Exception as error:  # the package's own, too
                 failures.append((seed, repr(error)))
@@ -135,7 +134,7 @@ def across(kind: str, seeds: range) -> bool:
     for at in range(0, len(seeds), _TOGETHER):
         found: list[tuple[Beginning, list[Noted]]] = []
         for seed in seeds[at : at + _TOGETHER]:
-            with replayed(STATES, partial(_keep, found)):
+            with replayed(KINDS[kind].states, partial(_keep, found)):
                 KINDS[kind].perform(seed)
         events += sum(len(noted) for _, noted in found)
         data = pickle.dumps(found)
