@@ -313,6 +313,8 @@ class Server:
                         self.give_up(connection)
         finally:
             self._flushing = False
+        if self.links.attaching:
+            self.turn.end()  # at once: what the old connection brings after the reply to LINK must not be executed
 
     def close_for(self, connection: Transport, error: PeerError) -> None:
         """Close a connection because of what its peer did; replies to earlier requests still go out."""

@@ -255,6 +255,8 @@ class Connection(Transport):
         server.connections[fd] = None
         server.poller.forget(fd)
         os.close(fd)
+        if server.refused:
+            server.refused.pop(self, None)
         self.leave(broken)
         server.closed(self)
 
@@ -553,13 +555,11 @@ class UvServer(base.Server):
         The common case, one short request, is inlined, as is its reply in `_write_held`: that saves 0.1 µs of the 5 µs
         that an operation costs in plain Python. `Connection.on_events` does everything else.
         """
-        held = self.held
         connections = self.connections
         pending_flush = self.store.hub.pending_flush
         for fd, events in reported:
             if self.held_bytes > _HELD_BYTES:
                 self._write_held()
-                held = self.held
             connection = connections[fd]
             if connection is None:
                 if self.tls_connections:
@@ -579,7 +579,7 @@ class UvServer(base.Server):
                 if session.unsent > _SHORT:
                     connection.flush()
                 elif session.out:
-                    held.append(connection)
+                    self.held.append(connection)
                 if pending_flush:
                     self.flush_pending()
                 if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
@@ -598,7 +598,6 @@ class UvServer(base.Server):
             for connection in held:
                 fd = connection.fd
                 if fd < 0:
-                    self.refused.pop(connection, None)
                     continue
                 session = connection.session
                 out = session.out
@@ -614,7 +613,10 @@ class UvServer(base.Server):
                         if size > _JOINED:
                             connection.write_out()
                         else:
-                            count = _write(fd, data)
+                            try:
+                                count = _write(fd, data)
+                            except BlockingIOError:
+                                count = 0
                             out.clear()
                             session.unsent -= count
                             self.sent += count
@@ -624,8 +626,6 @@ class UvServer(base.Server):
                         connection.write_out()
                     if connection.ended:
                         connection.close_if_sent()
-                except BlockingIOError:
-                    connection.write_out()
                 except OSError as error:
                     connection.lost(error)
                 except Exception:

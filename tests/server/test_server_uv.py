@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 import tcpstore_async
-from conformance.frames import END, enter, get, i64, multi_get, set_
+from conformance.frames import END, add, enter, get, i64, multi_get, ping, set_
 from server.loops import on_each_loop
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.base.clock import Clock
 from tcpstore_async.base.limits import DEFAULT_GRACE, Limits
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import uv
 from tcpstore_async.server.listen_socket import listen
-from tcpstore_async.server.poller import LoopPoller, Poller, Report, WatchWith, make_poller
+from tcpstore_async.server.poller import READ, LoopPoller, Poller, Report, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
+from tcpstore_async.wire.commands import BY_METHOD
 
 I64 = struct.Struct("<q")
 MIB = 1 << 20
@@ -568,3 +570,64 @@ async def test_replies_of_many_peers_do_not_exist_at_once() -> None:
         for peer in peers:
             peer.close()
     assert peak < 50 * MIB, "it would be 63 with all replies of the turn, and is 34 with what the kernel does not take"
+
+
+async def test_an_old_connection_brings_nothing_after_the_reply_to_link() -> None:
+    """Both are reported in one turn: the reply says what was taken, so what comes behind it is sent again."""
+    async with Serving() as server:
+        loop = asyncio.get_running_loop()
+        client = ClientSingleLink()
+        link = BY_METHOD["link"]
+        old, new = (socket.create_connection(("127.0.0.1", server.port)) for _ in range(2))
+        for peer in (old, new):
+            peer.setblocking(False)
+            await loop.sock_sendall(peer, HANDSHAKE + ping(b"ping"))
+            assert await loop.sock_recv(peer, 4) == b"ping"
+        await loop.sock_sendall(old, link.prefix + link.request.encode(client.fields()))
+        assert client.begun((await loop.sock_recv(old, 4096))[8:])
+        fds = [
+            one.fd
+            for port in (new, old)
+            for one in server.connections
+            if one and one.session.port == port.getsockname()[1]
+        ]
+        new.send(link.prefix + link.request.encode(client.fields()))
+        old.send(add(b"k", 1))
+        server.ready([(fd, READ) for fd in fds])
+        assert b'"taken":0' in await loop.sock_recv(new, 4096)
+        assert b"k" not in str(server.store.keyspace.values).encode()
+        old.close()
+        new.close()
+
+
+async def test_refused_peers_that_have_gone_are_forgotten() -> None:
+    async with Serving() as server:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                peer.send(HANDSHAKE + ping(b"ping") + b"\xee")
+            while server.accepted < 1 or server.count:
+                await asyncio.sleep(0)
+        assert not server.refused
+
+
+@pytest.mark.interpreted("compiled code calls the real function")
+async def test_a_refused_peer_whose_kernel_takes_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_nothing(fd: int, data: bytes) -> int:
+        raise BlockingIOError
+
+    async with Serving() as server:
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", server.port)) as peer:
+            peer.setblocking(False)
+            await loop.sock_sendall(peer, HANDSHAKE + ping(b"ping"))
+            assert await loop.sock_recv(peer, 4) == b"ping"
+            monkeypatch.setattr(uv, "_write", take_nothing)
+            peer.send(ping(b"pong") + b"\xee")
+            while not server._finishing and not server.refused:
+                await asyncio.sleep(0)
+            monkeypatch.undo()
+            assert len(server._finishing) == 1
+            assert not server.refused
+            assert await loop.sock_recv(peer, 4) == b"pong"
+            assert await loop.sock_recv(peer, 4) == b""
