@@ -55,10 +55,11 @@ _SHORT: Final = 4096
 """Replies of more bytes count towards `_HELD_BYTES`."""
 
 _HELD_BYTES: Final = 1024 * 1024
-"""Bytes of replies from which on they are written before the end of the turn: until then, no budget counts them."""
+"""Bytes of long replies at which a turn ends early: the budget does not count replies that wait for its end."""
 
-_JOINED: Final = 256 * 1024
-"""Replies up to this size are joined for one write; larger ones are not copied."""
+_JOINED: Final = 512 * 1024
+"""Replies up to this size are joined for one write: twice what two reads of the shortest commands are answered. Larger
+ones are not copied."""
 
 
 class Connection(Transport):
@@ -502,9 +503,9 @@ class UvServer(base.Server):
         self.held: list[Connection] = []
         """Connections with replies, which are written at the end of the turn; some more than once."""
         self.held_bytes: int = 0
-        """At most so many bytes of long replies."""
+        """Bytes of their long replies; those of a connection may be counted more than once."""
         self.refused: dict[Connection, PeerError] = {}
-        """Those of them that are closed behind their replies, and why."""
+        """Connections that are closed behind these replies, and why."""
         self.turn.end = self._write_held
         self._deferred: list[Connection] = []
         """Connections with more to read."""
@@ -649,7 +650,7 @@ class UvServer(base.Server):
         try:
             if isinstance(error, PeerError):
                 self.close_for(connection, error)
-            elif isinstance(error, BlockingIOError):  # there was nothing to read, or the kernel took nothing
+            elif isinstance(error, BlockingIOError):  # there was nothing to read
                 if self.store.hub.pending_flush:
                     self.flush_pending()
                 connection.resume_reading()

@@ -572,8 +572,9 @@ async def test_replies_of_many_peers_do_not_exist_at_once() -> None:
     assert peak < 50 * MIB, "it would be 63 with all replies of the turn, and is 34 with what the kernel does not take"
 
 
-async def test_an_old_connection_brings_nothing_after_the_reply_to_link() -> None:
-    """Both are reported in one turn: the reply says what was taken, so what comes behind it is sent again."""
+@pytest.mark.parametrize("refused", [False, True])
+async def test_both_connections_of_a_link_are_reported_in_one_turn(refused: bool) -> None:
+    """What the old one brings after the reply to LINK is sent again; once it is refused, there is no link."""
     async with Serving() as server:
         loop = asyncio.get_running_loop()
         client = ClientSingleLink()
@@ -585,17 +586,14 @@ async def test_an_old_connection_brings_nothing_after_the_reply_to_link() -> Non
             assert await loop.sock_recv(peer, 4) == b"ping"
         await loop.sock_sendall(old, link.prefix + link.request.encode(client.fields()))
         assert client.begun((await loop.sock_recv(old, 4096))[8:])
-        fds = [
-            one.fd
-            for port in (new, old)
-            for one in server.connections
-            if one and one.session.port == port.getsockname()[1]
-        ]
+        fds = {one.session.port: one.fd for one in server.connections if one}
         new.send(link.prefix + link.request.encode(client.fields()))
-        old.send(add(b"k", 1))
-        server.ready([(fd, READ) for fd in fds])
-        assert b'"taken":0' in await loop.sock_recv(new, 4096)
-        assert b"k" not in str(server.store.keyspace.values).encode()
+        old.send(add(b"k", 1) + b"\xee" * refused)
+        order = (old, new) if refused else (new, old)
+        server.ready([(fds[peer.getsockname()[1]], READ) for peer in order])
+        assert (b'"unknown"' if refused else b'"resumed"') in (reply := await loop.sock_recv(new, 4096))
+        assert b'"taken":0' in reply
+        assert server.store.keyspace.values == ({b"k": 1} if refused else {})
         old.close()
         new.close()
 
