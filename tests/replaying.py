@@ -52,26 +52,14 @@ class Noted(NamedTuple):
 
 NOT_KEPT = {
     *("budget", "share", "limits", "key_lists", "observer", "owner", "clock", "hub", "registry", "shared", "guards"),
-    *(
-        "table",
-        "slot",
-        "commands",
-        "handshake",
-        "first",
-        "root",
-        "serving",
-        "backlog",
-        "input_buffer",
-        "need",
-        "partial",
-    ),
+    *("table", "slot", "commands", "handshake", "first", "root", "serving", "backlog", "input_buffer", "need"),
     *("out", "unsent", "held", "stored", "done", "heard_at", "serial", "max_size", "on_full", "account", "features"),
     *("tallies", "watchers", "pending_flush", "evicted", "auth", "connection", "on_work", "kept", "kept_bytes", "sent"),
-    *("max_kept_reply", "max_reply", "steps", "work", "before", "items", "codec", "_piece", "_piece_of", "_piece_at"),
+    *("max_kept_reply", "max_reply", "steps", "work", "_piece", "_piece_of", "_piece_at"),
     *("on_created", "on_released", "open_port", "close_port", "on_leave", "on_return"),
-    *("running",),
+    *("running", "partial", "freeing", "working", "to_work"),
     *("command", "_last_key", "on_link", "on_end", "on_refused", "on_refusal", "on_failure"),
-    *("_parts", "_reply", "pieces_of", "recorder", "unnamed", "unvalidated", "_listing", "weight"),
+    *("_parts", "_reply", "recorder", "unnamed", "unvalidated", "_listing", "weight"),
 }
 """Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere."""
 
@@ -197,14 +185,19 @@ class Recording(EventRecorder):
     def _done(self, events: list[Event]) -> None:
         hub = self.engine.root.hub
         given: Given = {}
-        for session in dict.fromkeys([*self.sessions.values()]):
-            if session.out and not session.shares_connection():
-                new = session.out[self._left.get(session, 0) :]
-                if new:
-                    given[self.numbers[session]] = b"".join(new)
+        for number, session in self.sessions.items():
+            new = session.out[self._left.get(session, 0) :]
+            if new and not session.shares_connection():
+                given[number] = b"".join(new)
         ignored = self._failed | {self.numbers[one] for one in hub.evicted if isinstance(one, ServerSession)}
-        looked = len(self.noted) % self.every == self.every - 1
-        self.noted.append(Noted(events, given, ignored, digest(self.engine, self.sessions) if looked else None))
+        self.noted.append(Noted(events, given, ignored, None))
+        if len(self.noted) % self.every == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Note the state behind the last event."""
+        if self.noted:
+            self.noted[-1] = self.noted[-1]._replace(digest=digest(self.engine, self.sessions))
 
 
 def compare(start: Beginning, events: list[Noted]) -> None:
@@ -241,13 +234,14 @@ _every = 1
 def replayed(every: int, check: Callable[[Beginning, list[Noted]], object] = compare) -> Iterator[None]:
     """Record all engines that are made meanwhile, and compare them at the end. Raises NotTheSame.
 
-    The state is looked at every so many events.
+    The state is looked at every so many events, and at the end.
     """
     global _recordings, _every
     before, _recordings, _every = _recordings, [], every
     try:
         yield
         for recording in _recordings:
+            recording.look()
             check(recording.start, recording.noted)
     finally:
         _recordings = before
@@ -287,7 +281,7 @@ def beginning(live: Engine) -> Beginning:
     return Beginning(
         root.limits,
         keyspace.portion,
-        root.hub.clock.now,
+        root.hub.clock.now if links is None else links.ticked,
         dict(keyspace.reserved),
         set(keyspace.final),
         root.joins,

@@ -20,6 +20,8 @@ class Recorder:
     def __init__(self) -> None:
         self.inside = False
         """Whether an event is being executed: what is called now is part of it."""
+        self.again = False
+        """Whether events are executed again."""
 
     def enter(self, subject: Any, method: str, *given: Any) -> Any:
         """Call a method of something in the engine: an event."""
@@ -60,8 +62,8 @@ class Clock:
     def __init__(self) -> None:
         self.now: float = 0.0
         """In seconds of the server's clock, which is monotonic."""
-        self.done: int = 0
-        """Where the last command that was executed ends, in the bytes of its session: those kept, and received then."""
+        self.done: int = -1
+        """Where the last command that `receive` executed ends, in the bytes kept and received; -1 if none was."""
         self.recorder: Recorder | None = None
         """What events pass; None while they are neither recorded nor executed again."""
 

@@ -129,4 +129,4 @@ class JoinRegistry(AgentRegistry):
         joins = self.joins.pop(key)
         self.size -= joins.size
         if len(joins.waiters) > self.portion:
-            self.defer(Later(free_dict(joins.waiters, self.portion)))
+            self.defer(Later(free_dict(joins.waiters, self.portion), aside=True))

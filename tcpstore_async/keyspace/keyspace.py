@@ -240,7 +240,7 @@ class Keyspace(Leases):
     def _drop(self, growing: Growing) -> None:
         """Free a value that was replaced or deleted: a large one in steps."""
         if growing.size >= _LARGE and self.portion != UNCUT:
-            self.defer(Later(free_value(growing)))
+            self.defer(Later(free_value(growing), aside=True))
 
     def num_keys(self) -> int:
         return len(self.values)
@@ -376,7 +376,7 @@ class Keyspace(Leases):
         """Free a list in steps if it is long. One at a time, because what is not freed yet is not counted."""
         if len(items) > self.portion and not self.freeing:
             self.freeing = True
-            self.defer(Later(self._free_items(items)))
+            self.defer(Later(self._free_items(items), aside=True))
 
     def _free_items(self, items: list[Any]) -> Iterator[None]:
         """Free a list from its end: then the allocator returns memory to the kernel in steps, too.

@@ -135,6 +135,11 @@ class Registrations(GroupRegistry):
 
     def defer(self, work: Later) -> None:
         """Leave work for `step`."""
+        recorder = self.clock.recorder
+        if work.aside and recorder is not None and recorder.again:
+            while not work.step():
+                pass
+            return
         self.work.append(work)
         self.working = True
         if len(self.work) == 1 and self.on_work is not None:
@@ -142,14 +147,15 @@ class Registrations(GroupRegistry):
 
     def step(self) -> None:
         """Do a portion of the deferred work. There must be some."""
-        if self.clock.enters(self, "step"):
-            return
         work = self.work[0]
+        if not work.aside and self.clock.enters(self, "step"):
+            return
+        woken = self._woken if work.aside else 0
         self._woken = -self.portion  # a step of `_wake_keys` stops by itself
         if work.step():
             self.work.popleft()
             self.working = len(self.work) > 0
-        self._woken = 0
+        self._woken = woken
 
     def postpones(self, waiter: Waiter) -> bool:
         """Whether a waiter may have more registrations for deferred work to use up than `resolve` uses up at once.

@@ -73,10 +73,14 @@ def pause() -> Steps:
 class Later:
     """Work that a finished command leaves behind."""
 
-    def __init__(self, steps: Iterator[None], resolve: Callable[[Waiter], object] | None = None) -> None:
+    def __init__(
+        self, steps: Iterator[None], resolve: Callable[[Waiter], object] | None = None, aside: bool = False
+    ) -> None:
         self.steps = steps
         self.resolve = resolve
         """Does at once what concerns one waiter."""
+        self.aside = aside
+        """Whether no reply and no wake-up depends on it: it frees memory, or forgets. Its steps are no events."""
 
     def step(self) -> bool:
         """Do a portion; return True once all is done."""

@@ -96,7 +96,7 @@ class LinkRegistry(LinkWork):
         if isinstance(link, SingleLink):
             link.give_back()
             link.acknowledge(taken)
-            self.attaching[session] = link
+            self.attaching[link] = session
             self.store.hub.pending_flush.append(session)
         else:
             link.attach(session, taken)
@@ -107,7 +107,7 @@ class LinkRegistry(LinkWork):
         owner = session.owner
         if isinstance(owner, LinkedSession):
             return "this is a connection to a relay; connect to its server instead"
-        if session in self.attaching or (isinstance(owner, Transport) and owner.single is not None):
+        if session in self.attaching.values() or (isinstance(owner, Transport) and owner.single is not None):
             return "this connection already has a link"
         if version != b"%d" % VERSION:
             return f"this server speaks version {VERSION} of the link protocol"

@@ -49,11 +49,13 @@ class SingleLink(Keeper):
 
     # The connection
 
-    def attach(self, connection: Transport, session: ServerSession) -> None:
-        """Use the connection of `session`, which has sent LINK; for a new link that is this link's own session."""
-        if self.registry.clock.enters(self, "attach", connection, session):
+    def attach(self) -> None:
+        """Use the connection of the session that has sent LINK; for a new link that is this link's own session."""
+        if self.registry.clock.enters(self, "attach"):
             return
-        self.registry.attaching.pop(session, None)
+        session = self.registry.attaching.pop(self)
+        connection = session.owner
+        assert isinstance(connection, Transport)
         mine = self.session
         if session is not mine:
             self._take_over(connection, session)
@@ -213,12 +215,11 @@ class SingleLink(Keeper):
 
     # The end
 
-    def abandon(self, session: ServerSession) -> None:
+    def abandon(self) -> None:
         """End a new link whose connection is gone, or did not take the reply to LINK."""
-        if self.registry.clock.enters(self, "abandon", session):
+        if self.registry.clock.enters(self, "abandon"):
             return
-        self.registry.attaching.pop(session, None)
-        if session is self.session:
+        if self.registry.attaching.pop(self) is self.session:
             self.forget()
 
     def forget(self) -> None:

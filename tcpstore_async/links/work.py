@@ -36,8 +36,8 @@ class LinkWork:
         """Sessions on all links, without those of single links."""
         self.suspended: dict[bytes, bool] = {}
         """Ids of the single links that have no connection now."""
-        self.attaching: dict[ServerSession, Keeper] = {}
-        """Sessions that have sent LINK, and the single links that use their connections after its reply."""
+        self.attaching: dict[Keeper, ServerSession] = {}
+        """Single links that will use another connection once its reply to LINK has left, and its session."""
         self.skipped: int = 0
         """How often sessions were skipped, so far."""
         self.clock = store.hub.clock
@@ -72,7 +72,7 @@ class LinkWork:
         """Calls that send the frames of links; they return how many of their sessions had waited."""
 
     def expect_ticks(self) -> None:
-        """There is something to do in time."""
+        """Have `tick` called from now on."""
         self.ticked = self.clock.now
         self.on_link()
 

@@ -141,7 +141,9 @@ class EventRecorder(Recorder):
                     self._kept[session] = given
                     given = b""
             elif failed:
-                given = given[ahead : self.clock.done]
+                given = given[ahead : max(0, self.clock.done)]
+                if self.clock.done < 0:  # the large value was complete, and was refused
+                    filled = b""
             elif is_link(session):
                 given = given[ahead:]
             else:
@@ -160,7 +162,7 @@ class EventRecorder(Recorder):
         try:
             session.receive(payload)
         except BudgetError:
-            self._answers.append(Refused(self._executions, self.clock.done))
+            self._answers.append(Refused(self._executions, max(0, self.clock.done)))
             raise
 
     def answer(self, ask: Callable[[], Any]) -> Any:

@@ -46,7 +46,7 @@ class Replayer(Recorder):
         super().__init__()
         self.engine = engine
         self.given = given
-        self.inside = True
+        self.inside = self.again = True
         self.hub = engine.root.hub
         self.hub.clock.recorder = self
         self.hub.budget.resize(_UNLIMITED)

@@ -380,9 +380,9 @@ class History(Observer):
         self._young_departed = []
         self._young_bytes = 0
         if self.barriers:
-            self.keyspace.defer(Later(self._age_barriers(list(self.barriers))))
+            self.keyspace.defer(Later(self._age_barriers(list(self.barriers)), aside=True))
         if old:
-            self.keyspace.defer(Later(free_dict(old, self.keyspace.portion)))
+            self.keyspace.defer(Later(free_dict(old, self.keyspace.portion), aside=True))
         self.keyspace.free_later(departed)
 
     def _age_barriers(self, counters: list[bytes]) -> Iterator[None]:

@@ -114,7 +114,7 @@ class Inquiries:
         """Number of inquiries that wait for its end."""
         self._shared: dict[tuple[object, ...], Inquiry] = {}
 
-    def ask(self, session: ServerSession, items: Items) -> Any:
+    def ask(self, session: ServerSession, items: Items) -> Framed | None:
         """Return the answer if it takes one step, else None; the session then continues the command.
 
         Raises ProtocolError for too many keys or bytes, and for an expected number that is not a number.
@@ -130,7 +130,8 @@ class Inquiries:
             steps = recorder.steps(steps)
         running = Running(steps, request=items)
         if running.step():
-            return running.result
+            answer: Framed = running.result
+            return answer
         session.store.keyspace.running = running
         return None
 

@@ -184,7 +184,7 @@ class Server:
             self.ports.stop()
             self.links.close_all()
             self.flush_pending()
-        with self.turn:
+        with self.turn:  # another one: what links are sent has left
             for connection in self.open_connections():
                 connection.close()
         self.release()
@@ -284,7 +284,9 @@ class Server:
         """Stop counting a connection whose session has left, and flush the sessions that its end woke."""
         self.count -= 1
         self._finishing.pop(connection, None)
-        if not self.stopped and self.store.hub.pending_flush:
+        recorder = self.clock.recorder
+        inside = recorder is not None and recorder.inside  # then a flush would be no event; the caller flushes
+        if not self.stopped and self.store.hub.pending_flush and not inside:
             self.flush_pending()
         if not self.count:
             self.call_soon(self._note_empty)
@@ -328,6 +330,8 @@ class Server:
             self.log_audit(session.host, text)
         else:
             self.log_limited(kind, text)
+        if connection.single is not None:
+            connection.single.forget()  # whatever happens now, its client must not resume the session
         if session.out:
             connection.flush()
             if connection.close_behind(error):
@@ -340,8 +344,6 @@ class Server:
         if session.backlog is None or isinstance(error, BudgetError) or session in self.store.hub.evicted:
             connection.close()  # keeping replies for an evicted peer would hold the memory it was evicted for
             return
-        if connection.single is not None:
-            connection.single.forget()  # if the connection breaks now, its client must not resume the session
         self._finishing[connection] = self.clock.now + DEFAULT_GRACE
         connection.finish()
         self._refusing.expect()
@@ -415,16 +417,16 @@ class Server:
 
     def attach_links(self) -> None:
         """Attach single links to the connections that sent LINK, after the replies to LINK."""
-        for session, link in list(self.links.attaching.items()):
+        for link, session in list(self.links.attaching.items()):
             connection = session.owner
             if not isinstance(connection, Transport):
-                link.abandon(session)
+                link.abandon()
                 continue
             try:
                 if session.backlog is None and session.owner is connection and not link.over:
-                    link.attach(connection, session)
+                    link.attach()
                 else:
-                    link.abandon(session)
+                    link.abandon()
                     connection.close()
             except Exception:
                 self.give_up(connection)

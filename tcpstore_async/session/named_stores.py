@@ -452,8 +452,6 @@ class NamedStores:
 
     def work(self) -> bool:
         """Do a portion of the work that one store has left. Returns whether there is more: call it again, soon."""
-        if self.clock.enters(self, "work"):
-            return len(self.to_work) > 0
         if not self.to_work:
             return False
         store, _ = self.to_work.popitem(last=False)
@@ -670,7 +668,7 @@ class NamedStores:
         keyspace.departed.clear()
         keyspace.unwoken.clear()
         if departed:
-            root.keyspace.defer(Later(_forget_registrations(departed, root.keyspace.portion)))
+            root.keyspace.defer(Later(_forget_registrations(departed, root.keyspace.portion), aside=True))
         if store.observer is not None:
             writes, left = store.observer.dispose()
             dicts += writes
@@ -678,12 +676,12 @@ class NamedStores:
                 root.keyspace.free_later(sessions)
         for held in dicts:
             if len(held) > _MANY:
-                root.keyspace.defer(Later(free_dict(held, root.keyspace.portion)))
+                root.keyspace.defer(Later(free_dict(held, root.keyspace.portion), aside=True))
             else:
                 held.clear()
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
-                root.keyspace.defer(Later(free_dict(joins.waiters, root.keyspace.portion)))
+                root.keyspace.defer(Later(free_dict(joins.waiters, root.keyspace.portion), aside=True))
         for identity, account in store.guards.accounts.items():
             account.close()
             usage = root.hub.auth.usage.get(identity)

@@ -40,7 +40,7 @@ class ServerSession(Session):
         if recorder is not None and not recorder.inside:
             recorder.receive(self, chunk)
             return
-        clock.done = 0
+        clock.done = -1
         if self.input_buffer is not None:
             joined = self._join_kept(chunk)
             if joined is None:

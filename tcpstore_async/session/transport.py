@@ -27,7 +27,10 @@ class Transport(Owner):
         raise NotImplementedError
 
     def close_behind(self, error: PeerError) -> bool:
-        """Return whether replies leave at the end of the turn only; the server is then told to close for this error."""
+        """Have the server close for this error behind replies that leave at the end of the turn.
+
+        Returns False if they have left already.
+        """
         return False
 
     def close(self) -> None:
@@ -70,11 +73,11 @@ class Keeper(Transport):
 
     over: bool
 
-    def attach(self, connection: Transport, session: ServerSession) -> None:
-        """Use the connection of a session that has sent LINK."""
+    def attach(self) -> None:
+        """Use the connection of the session that has sent LINK."""
         raise NotImplementedError
 
-    def abandon(self, session: ServerSession) -> None:
+    def abandon(self) -> None:
         """End a new link whose connection is gone, or did not take the reply to LINK."""
         raise NotImplementedError
 

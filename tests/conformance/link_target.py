@@ -192,9 +192,7 @@ def serve(store: Store, registry: LinkRegistry) -> None:
     more = True
     while more or pending:
         while attaching:
-            session, link = attaching.popitem()
-            assert isinstance(session.owner, Transport)
-            link.attach(session.owner, session)
+            next(iter(attaching)).attach()
         while keyspace.work:
             keyspace.step()
         while pending:

@@ -345,8 +345,7 @@ def link_request(data: bytes) -> None:
             raise Broken("a stranger has a link")
         outcomes.append((error, reply, sorted(registry.links), sorted(registry.singles)))
         while registry.attaching:
-            session, single = registry.attaching.popitem()
-            single.abandon(session)  # as its connection is lost before it is used
+            next(iter(registry.attaching)).abandon()  # as its connection is lost before it is used
         for session in (stranger, owner):
             session.leave()
         registry.clock.now = 100.0

@@ -8,29 +8,36 @@ import os
 import random
 import socket
 import struct
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from conformance.frames import lease, multi_set, push, set_
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
+from support import HANDSHAKE, LIMIT, blob, u64
 from tcpstore_async.base.errors import DistNetworkError, StoreTimeoutError
 from tcpstore_async.base.limits import MIB, Limits
 from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.links.link_client import ClientLink
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log.events import Engine
 from tcpstore_async.server.poller import make_poller
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.serving import serve
+from tcpstore_async.wire.commands import BY_METHOD
 
 
 @asynccontextmanager
 async def recorded(limits: Limits | None = None, every: int = 40) -> AsyncIterator[UvServer]:
-    """A server whose events are executed again when it has stopped."""
-    async with serve(limits=limits) as server:
-        assert isinstance(server, UvServer)
-        recording = Recording(Engine(server.store, server.named, server.links), every)
-        yield server
+    """A server, with a history, whose events are executed again, without one, when it has stopped."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with serve(limits=limits, admin=f"{folder}/admin") as server:
+            assert isinstance(server, UvServer)
+            recording = Recording(Engine(server.store, server.named, server.links), every)
+            yield server
     compare(recording.start, recording.noted)
 
 
@@ -103,3 +110,65 @@ async def test_a_server_whose_memory_is_short(through_relay: bool) -> None:
                 await other.delete_key(f"{number}/{at}")
             await store.close()
         await other.close()
+
+
+async def say(server: UvServer, data: bytes) -> None:
+    """Send as a peer that then leaves, and wait until the server has closed its connection."""
+
+    def send() -> None:
+        with socket.create_connection(("127.0.0.1", server.port), LIMIT) as peer, suppress(OSError):
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(65_536):
+                pass
+
+    await asyncio.to_thread(send)
+
+
+async def test_requests_that_are_refused_for_memory() -> None:
+    """Before they are complete, and when they are: a list, and a value whose last bytes were read straight into it."""
+    value = HANDSHAKE + b"\x01" + blob(b"/late") + u64(400_000)
+    async with recorded(Limits(budget_bytes=11 * MIB), 5) as server:
+        for _ in range(3):
+            await say(server, HANDSHAKE + multi_set(*[(b"/k%d" % number, bytes(60)) for number in range(30_000)]))
+        budget = server.store.budget
+        with socket.create_connection(("127.0.0.1", server.port)) as late:
+            read = server.received
+            await asyncio.to_thread(late.sendall, value + bytes(395_000))
+            while server.received < read + len(value) + 395_000:
+                await asyncio.sleep(0)
+            budget.resize(budget.used() + 8000)
+            await asyncio.to_thread(late.sendall, bytes(5_000))
+            assert await asyncio.to_thread(late.recv, 1) == b""
+        budget.resize(11 * MIB)
+        await say(server, HANDSHAKE + set_(b"/end", b"x"))
+        assert "/late" not in str(server.store.keyspace.values)
+    assert server.closed_for["budget_bytes"] >= 2
+
+
+async def test_a_link_whose_client_leaves_before_the_reply() -> None:
+    async with recorded(every=1) as server:
+        fields = ClientSingleLink().fields()
+        await say(server, HANDSHAKE + BY_METHOD["link"].prefix + BY_METHOD["link"].request.encode(fields))
+        await say(server, HANDSHAKE + set_(b"/k", b"v"))
+
+
+async def test_an_item_that_goes_back_when_a_link_is_closed() -> None:
+    """A rank on another link gets it in the same portion of work."""
+    async with recorded(every=1) as server, relay_with(make_poller, server.port) as relay:
+        link = ClientLink("a place")
+        with socket.create_connection(("127.0.0.1", server.port)) as holder:
+            await asyncio.to_thread(holder.sendall, HANDSHAKE + push(b"/q", b"item") + lease(b"/q", 1))
+            assert await asyncio.to_thread(holder.recv, 64)
+            store = await AsyncTCPStore.connect("127.0.0.1", relay.port, timeout=60.0)
+            popping = asyncio.ensure_future(store.queue_pop("q"))
+            while not server.store.keyspace.waiters:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(holder.sendall, link.request(validate=False))
+            reply = await asyncio.to_thread(holder.recv, 4096)
+            link.answered(reply[8:])
+            link.close_link()
+            link.seal()
+            await asyncio.to_thread(holder.sendall, b"".join(link.out))
+            assert await popping == b"item"
+        await store.close()

@@ -160,11 +160,13 @@ class Crowd:
             raise Difference(
                 f"{budget.others - lists} bytes are counted without a session, {keyspace.parked} for waiters"
             )
+        last = self.come()
         for key in list(keyspace.values):
-            keyspace.delete_key(key)
+            self.ask(last, Command("delete_key", key))
         for key in list(keyspace.queues):
             while keyspace.queue_len(key):
-                keyspace.queue_pop(key)
+                self.ask(last, Command("queue_pop", key))
+        last.leave()
         if budget.used() != lists:
             raise Difference(f"{budget.used() - lists} bytes of an empty store")
 

@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "sessions": Kind(
-        lambda seed: schedule.run(schedule.chosen(seed)).done, "commands", 1000, 200_000, PLANTED, schedule
+        lambda seed: schedule.run(schedule.chosen(seed)).done, "commands", 1000, 200_000, PLANTED, schedule, states=8
     ),
     "stores": Kind(lambda seed: stores.run(stores.chosen(seed)).done, "commands", 500, 200_000, NAMED, stores),
     "links": Kind(
