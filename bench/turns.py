@@ -611,7 +611,8 @@ def acknowledged(loop: Loop) -> None:
     session = carrier.session
     session.receive(frame("validate", MAGIC))
     link = registry.singles[b""] = SingleLink(registry, b"", b"", session)
-    link.attach(carrier, session)
+    registry.attaching[link] = session
+    link.attach()
     session.receive(frame("set", b"/k", pack(bytes(4096))))
     for _ in range(MOST_PIECES):
         session.receive(frame("get", b"/k"))
