@@ -23,9 +23,9 @@ server differs from PyTorch's.
 
 Each client has its own TCP connection. A request is one byte, the opcode, followed by fields; a reply consists of
 fields only. There is no frame length, request id or version. Requests are executed in order of arrival, and replies are
-sent in the same order, except those marked "deferred", which may be sent between the replies to later requests.
-There are no error replies: an error, as listed with each command and under [Closing](#closing), closes the connection,
-and the command has no effect.
+sent in the same order, except those marked "deferred", which may be sent between the replies to later requests. There
+are no error replies: an error, as listed with each command and under [Closing](#closing), closes the connection, and
+the command has no effect.
 
 | field | bytes |
 |---|---|
@@ -38,12 +38,13 @@ Keys from PyTorch's client start with `/`, except `init/`, its counter of worker
 
 ## Commands
 
-What stores a value wakes all waiters of its key, before it replies.
+What stores a value wakes all waiters of its key, before it replies. A WAIT or BARRIER that has to wait replaces a
+pending one of its connection, which gets no reply.
 
 """
 
 FLAGS = {
-    commands.FIRST: "Allowed before authentication, of keys only for the server's identity",
+    commands.FIRST: "Allowed before authentication, with keys only of the server's identity",
     commands.MUTATES: "Not allowed with a token that has the right to `read` only",
     commands.WHOLE: "Not allowed with a token that has a prefix",
 }
@@ -94,10 +95,11 @@ Both keys are never counted, listed or deleted. WAIT finds them. To write to one
 The `status` in the reply to AUTH is `ok`, `refused`, or `crowded` (the token is valid, but has as many sessions as it
 allows); `reason` says why it is not `ok`. If it is, other members say what the token allows: `id`, `store` (the only
 one), `prefix`, `rights` (`read`, `write` or `admin`) and `expires` (seconds since 1970; 0 means never). A prefix *P*
-stands for the keys that begin with `/`*P*. From then on, a command that the token does not allow is an error. A session
-on a link may do what the link's connection may, until it presents its own token. Only the probe tells whether
-authentication is required. If the server has closed another connection of the same token, host and process
-(the number in its first PING) within the last five seconds because a command was not allowed, `closed` says why.
+stands for the keys that begin with `/`*P*, and the identity. From then on, a command that the token does not allow is
+an error. A session on a link may do what the link's connection may, until it presents its own token. Only the probe
+tells whether authentication is required. If the server has closed another connection of the same token, host and
+process (the number in its first PING) within the last five seconds because a command was not allowed, `closed` says
+why.
 
 %s
 ### Missing keys
@@ -233,7 +235,15 @@ def _row(command: Command) -> str:
 
 
 def _flags() -> str:
-    having = {text: [command.name for command in COMMANDS if command.flags & flag] for flag, text in FLAGS.items()}
+    # A token does not restrict commands without keys, such as RETURN.
+    having = {
+        text: [
+            command.name
+            for command in COMMANDS
+            if command.flags & flag and (flag != commands.MUTATES or command.request.names_keys)
+        ]
+        for flag, text in FLAGS.items()
+    }
     return "".join([f"* {text}: {', '.join(names)}\n" for text, names in having.items()])
 
 

@@ -124,8 +124,7 @@ COMMANDS: Final = (
             "Replies 0 if every key exists, else 1. A queue exists if it has items."),
     Command(0x06, "WAIT",         KEYS,            WAKE,          "wait",        PARKS,
             "Replies 0 at once if every key exists, as CHECK sees it. Otherwise registers the connection under each "
-            "missing key, and replies 0 once each has appeared, even if deleted since. If it has to wait, it replaces "
-            "a pending WAIT or BARRIER of the connection, which gets no reply."),
+            "missing key, and replies 0 once each has appeared, even if deleted since."),
     Command(0x07, "GETNUMKEYS",   NOTHING,         NUMBER,        "num_keys",    WHOLE,
             "Replies with the number of keys, without queues."),
     Command(0x08, "DELETE_KEY",   KEY,             NUMBER,        "delete_key",  MUTATES,
