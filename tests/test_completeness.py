@@ -270,7 +270,7 @@ VERSIONS = {
     int(version): int(last)
     for last, version in re.findall(
         r"(\d+) in version (\d+)",
-        (ROOT / "docs" / "wire.md").read_text().partition("| `extension` |")[2].split("\n")[0],
+        (ROOT / "docs" / "wire.md").read_text().partition("* `extension`:")[2].split("\n")[0],
     )
 }
 """By version of the extension that the specification states: its last opcode."""

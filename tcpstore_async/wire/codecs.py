@@ -58,9 +58,9 @@ FIELD_LAYOUTS: Final = {
     "k": "key",
     "v": "value",
     "t": "value",
-    "l": "u64 *n*, *n* × key",
-    "i": "u64 *n*, *n* × (key, value)",
-    "m": "u64 *n*, *n* × (name, value)",
+    "l": "keys",
+    "i": "pairs",
+    "m": "pairs",
 }
 """Layouts, for `docs/wire.md`, by the letter of a kind of field: a 32-bit number, a number, a key, a value, a token, a
 list of keys, pairs of key and value, pairs of name and value."""
@@ -715,14 +715,14 @@ NO_REPLY: Final[ReplyCodec] = _NoReply()
 ECHO: Final[ReplyCodec] = _Echo("u", "u32", _U32.pack)
 NUMBER: Final[ReplyCodec] = _Number("n", "i64", _I64.pack)
 PRESENCE: Final[ReplyCodec] = _Byte("b", READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
-WAKE: Final[ReplyCodec] = _Byte("d", STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
+WAKE: Final[ReplyCodec] = _Byte("d", STOP_WAITING, None, "u8: 0, deferred", "Stop_waiting response is expected")
 CANCELED: Final[ReplyCodec] = _Byte("d", WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
 VALUE: Final[ReplyCodec] = _Value("v", "value")
-DEFERRED_VALUE: Final[ReplyCodec] = _Value("v", "value, now or later")
+DEFERRED_VALUE: Final[ReplyCodec] = _Value("v", "value, deferred")
 NO_VALUE: Final[ReplyCodec] = _NoValue("a", "8 bytes `ff`")
-VALUES: Final[ReplyCodec] = _Values("w", "*n* × value", in_pieces=True)
+VALUES: Final[ReplyCodec] = _Values("w", "value of each key", in_pieces=True)
 COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys("c", "i64 *n*, *n* × key", _encode_keys, measure=_measure_keys)
 POPPED: Final[ReplyCodec] = _Popped("p", "i64 *n*; value if *n* > 0", encode_popped, in_pieces=True)
 DEFERRED_POPPED: Final[ReplyCodec] = _Popped(
-    "p", "i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped, in_pieces=True
+    "p", "i64 *n*; value if *n* > 0; deferred", _encode_deferred_popped, in_pieces=True
 )
