@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,11 +16,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
+import click
 import pytest
 
 from server.test_auth import KEY_LINE
-from support import LIMIT, RawPeer, secret_file, tcpstore_server
+from support import LIMIT, RawPeer, secret_file, tcpstore_server, until
+from tcpstore_async.cli import main
 from tcpstore_async.server.listen_socket import DEFER_ACCEPT
 from tls.certificates import certificates
 
@@ -33,7 +38,11 @@ SLURM_JOB = str(DEPLOY / "slurm-job.sh")
 
 TO_THIS_MACHINE = {
     "::": "127.0.0.1",
+    "--host=::": "--host=127.0.0.1",
     "29500": "0",
+    "--port=29400": "--port=0",
+    "--port=29500": "--port=0",
+    "--store-ports=30000-30999": "--store-ports=any",
     "tcp://store.example:29500": "tcp://127.0.0.1:1",
     "/run/tcpstore/admin.sock": "admin.sock",
 }
@@ -62,7 +71,7 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> subproce
 def started(words: list[str], folder: Path, environment: dict[str, str]) -> Iterator[int]:
     """Run a command line that starts a server or a relay; yields its port."""
     words = [TO_THIS_MACHINE.get(word, word) for word in words]
-    if "--port" not in words:  # a relay's default
+    if not {"--port", "--port=0"} & {*words}:  # a relay's default
         words += ["--port", "0"]
     process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
@@ -123,7 +132,7 @@ def test_root_can_look_into_the_service(tmp_path: Path, environment: dict[str, s
     assert path.parent == Path("/run", setting(unit, "RuntimeDirectory"))
     command = f"tcpstore who --admin {path}"
     assert command in unit.read_text()
-    assert command in (ROOT / "docs" / "howto.md").read_text()
+    assert any(command in page.read_text() for page in (ROOT / "docs").glob("*.md"))
     with started(words, tmp_path, environment):
         asking = [TO_THIS_MACHINE.get(word, word) for word in shlex.split(command)]
         done = run(asking, tmp_path, environment)
@@ -162,40 +171,438 @@ def test_what_the_container_is_built_from() -> None:
 
 # Kubernetes
 
+MANIFESTS = sorted(DEPLOY.glob("kubernetes-*.yaml"))
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 
-def commands(path: Path) -> list[list[str]]:
-    """Command lines in a manifest, which are written as one line each."""
-    found = re.findall(r"^\s*command: \[(tcpstore, .*)\]$", path.read_text(), re.MULTILINE)
-    return [[word.strip().strip('"') for word in line.split(", ")] for line in found]
-
-
-def test_what_the_base_runs(tmp_path: Path, environment: dict[str, str]) -> None:
-    serve, ping = commands(DEPLOY / "kustomize" / "base" / "store.yaml")
-    with started(serve, tmp_path, environment) as port:
-        assert run([*ping, "--url", f"tcp://127.0.0.1:{port}"], tmp_path, environment).returncode == 0
+Object = dict[str, Any]
 
 
-@pytest.mark.parametrize("file", ["kustomize/base/store.yaml", "kubernetes-secure.yaml"])
-def test_a_server_disconnects_peers_before_it_has_too_much_memory(file: str) -> None:
+def kubectl(manifest: str, *words: str) -> list[Object]:
+    """Have kubectl change objects, without a cluster, and return them."""
+    line = ["kubectl", *words, "--local", "-f", "-", "-o", "json"]
+    settings = {**os.environ, "KUBECONFIG": os.devnull}
+    done = subprocess.run(
+        line, input=manifest, env=settings, timeout=LIMIT, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise ValueError(done.stderr)
+    objects, text = [], done.stdout.strip()
+    while text:
+        found, end = json.JSONDecoder().raw_decode(text)
+        objects.append(found)
+        text = text[end:].lstrip()
+    return objects
+
+
+@functools.cache
+def read(manifest: str) -> list[Object]:
+    """Return objects with all their fields, even those that their kinds do not have."""
+    objects = kubectl(manifest, "annotate", "unused-")
+    for found in objects:
+        if not found["metadata"]["annotations"]:
+            del found["metadata"]["annotations"]
+    return objects
+
+
+def known(found: Object) -> Object:
+    """Return an object that has pods with those fields that Kubernetes knows. Raises ValueError for wrong types."""
+    return kubectl(json.dumps(found), "set", "serviceaccount", "nobody")[0]
+
+
+JOB = "batch/v1"
+POD = "v1"
+KINDS = {JOB: "Job", POD: "Pod"}
+"""Kinds that kubectl knows, of templates."""
+
+JOB_SET: Object = {
+    "replicatedJobs": [{"name": str, "dependsOn": [{"name": str, "status": {"Ready", "Complete"}}], "template": JOB}],
+    "successPolicy": {"operator": {"All", "Any"}, "targetReplicatedJobs": [str]},
+    "failurePolicy": {"maxRestarts": int, "restartStrategy": {"Recreate", "BlockingRecreate"}},
+}
+RUNTIME: Object = {"mlPolicy": {"numNodes": int, "torch": {}}, "template": {"spec": JOB_SET}}
+TRAINER = "trainer.kubeflow.org/v1alpha1"
+LABELS = {"matchLabels": dict}
+SPECS: dict[tuple[str, str], Object] = {
+    ("v1", "Service"): {
+        "clusterIP": {"None"},
+        "selector": dict,
+        "ports": [{"name": str, "port": int, "targetPort": str}],
+    },
+    ("networking.k8s.io/v1", "NetworkPolicy"): {
+        "podSelector": LABELS,
+        "policyTypes": [{"Ingress", "Egress"}],
+        "ingress": [{"from": [{"podSelector": LABELS}], "ports": [{"protocol": {"TCP"}, "port": int, "endPort": int}]}],
+        "egress": [{}],
+    },
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOB_SET,
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "replicas": int,
+        "leaderWorkerTemplate": {
+            "size": int,
+            "restartPolicy": {"RecreateGroupOnPodRestart"},
+            "leaderTemplate": POD,
+            "workerTemplate": POD,
+        },
+    },
+    (TRAINER, "TrainingRuntime"): RUNTIME,
+    (TRAINER, "ClusterTrainingRuntime"): RUNTIME,
+    (TRAINER, "TrainJob"): {
+        "runtimeRef": {"apiGroup": {"trainer.kubeflow.org"}, "kind": str, "name": str},
+        "trainer": {"image": str, "command": [str], "numNodes": int, "numProcPerNode": int},
+    },
+}
+"""What the definitions of these kinds have for the fields that our files use, in all versions since JobSet 0.8,
+LeaderWorkerSet 0.4 and Kubeflow Trainer 2.1."""
+
+
+def wrong_fields(found: Object) -> list[str]:
+    """Return the fields of an object that its kind does not have, or whose values it does not take."""
+    spec = SPECS.get((found["apiVersion"], found["kind"]))
+    if spec is None:
+        return _dropped(found)
+    names = {"name": str, "labels": dict}
+    rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
+    return _misfits(rest, {"metadata": names, "spec": spec})
+
+
+def _misfits(value: Any, allowed: Any, path: str = "") -> list[str]:
+    if isinstance(allowed, str):
+        return _dropped({"metadata": {}, **value, "apiVersion": allowed, "kind": KINDS[allowed]}, path)
+    if isinstance(allowed, dict):
+        if not isinstance(value, dict):
+            return [path]
+        return [
+            wrong
+            for name, inner in value.items()
+            for wrong in (_misfits(inner, allowed[name], f"{path}.{name}") if name in allowed else [f"{path}.{name}"])
+        ]
+    if isinstance(allowed, list):
+        if not isinstance(value, list):
+            return [path]
+        return [wrong for n, inner in enumerate(value) for wrong in _misfits(inner, allowed[0], f"{path}[{n}]")]
+    fits = value in allowed if isinstance(allowed, set) else isinstance(value, allowed)
+    return [] if fits else [path]
+
+
+def _dropped(value: Object, path: str = "") -> list[str]:
+    """Return the fields that kubectl does not keep as they are."""
+    try:
+        return _missing(value, known(value), path)
+    except ValueError as error:
+        return [f"{path}: {error}"]
+
+
+def _missing(value: Any, kept: Any, path: str) -> list[str]:
+    if isinstance(value, dict) and isinstance(kept, dict):
+        return [
+            lost
+            for name, inner in value.items()
+            for lost in (_missing(inner, kept[name], f"{path}.{name}") if name in kept else [f"{path}.{name}"])
+        ]
+    if isinstance(value, list) and isinstance(kept, list) and len(value) == len(kept):
+        return [
+            lost for n, inner in enumerate(zip(value, kept, strict=True)) for lost in _missing(*inner, f"{path}[{n}]")
+        ]
+    return [] if value == kept else [path]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("file", MANIFESTS, ids=name)
+def test_manifests_have_only_fields_of_their_kinds(file: Path) -> None:
+    for found in read(file.read_text()):
+        assert wrong_fields(found) == []
+
+
+@needs_kubectl
+def test_a_runtime_may_be_for_all_namespaces() -> None:
+    text = (DEPLOY / "kubernetes-trainer.yaml").read_text()
+    for found in read(re.sub("kind: TrainingRuntime$", "kind: ClusterTrainingRuntime", text, flags=re.MULTILINE)):
+        assert wrong_fields(found) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize(
+    ("file", "field", "misspelled"),
+    [
+        ("kubernetes-plain.yaml", "readinessProbe", "readynessProbe"),
+        ("kubernetes-plain.yaml", "completionMode", "mode"),
+        ("kubernetes-jobset.yaml", "dependsOn", "dependOn"),
+        ("kubernetes-jobset.yaml", "status: Ready", "status: Running"),
+        ("kubernetes-jobset.yaml", "backoffLimit", "backofLimit"),
+        ("kubernetes-lws.yaml", "startupProbe", "startProbe"),
+        ("kubernetes-trainer.yaml", "numNodes: 2", "numNodes: two"),
+        ("kubernetes-trainer.yaml", "mountPath", "path"),
+    ],
+)
+def test_wrong_fields_are_found(file: str, field: str, misspelled: str) -> None:
     text = (DEPLOY / file).read_text()
-    [budget] = re.findall(r"budget_bytes=(\d+)", text)
-    [gibibytes] = re.findall(r"limits: {memory: (\d+)Gi}", text)
-    assert 1.5 * int(budget) < int(gibibytes) << 30
+    assert field in text
+    assert any(wrong_fields(found) for found in read(text.replace(field, misspelled)))
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
-def test_kustomize_takes_the_base() -> None:
-    done = run(["kubectl", "kustomize", str(DEPLOY / "kustomize" / "base")], DEPLOY, {**os.environ})
+def inside(value: Any, key: str) -> list[Object]:
+    """Return all objects with this key, however deep they are."""
+    if isinstance(value, list):
+        return [found for inner in value for found in inside(inner, key)]
+    if not isinstance(value, dict):
+        return []
+    return ([value] if key in value else []) + [found for inner in value.values() for found in inside(inner, key)]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def serving(pod: Object) -> list[Object]:
+    return [found for found in containers(pod) if found.get("command", ())[:2] == ["tcpstore", "serve"]]
+
+
+def parse(words: list[str]) -> Object:
+    """Return the options of a command line of ours, as the command itself parses them."""
+    assert words[0] == "tcpstore"
+    command, found, rest = main.resolve_command(click.Context(main), words[1:])
+    assert command is not None
+    assert found is not None
+    return found.make_context(command, rest).params
+
+
+@needs_kubectl
+@pytest.mark.parametrize("file", MANIFESTS, ids=name)
+def test_our_commands_in_manifests(file: Path) -> None:
+    lines = [found["command"] for found in inside(read(file.read_text()), "command")]
+    ours = [line for line in lines if line[0] == "tcpstore"]
+    assert ours
+    for line in ours:
+        parse(line)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("file", MANIFESTS, ids=name)
+def test_variables_in_manifests_are_read(file: Path) -> None:
+    used = {variable["name"] for found in inside(read(file.read_text()), "env") for variable in found["env"]}
+    ours = {variable for variable in used if variable.startswith("TCPSTORE_")}
+    known = set(re.findall(r"`(TCPSTORE_[A-Z_]+)`", (ROOT / "docs" / "reference.md").read_text()))
+    assert ours <= known
+    of_pytorch = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+    of_pytorch |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}
+    of_torchrun = {variable for variable in used if variable.startswith("PET_")}
+    assert used - ours - of_pytorch - of_torchrun <= {"TRAIN_JOB"}
+
+
+SERVING = [file for file in MANIFESTS if file.name != "kubernetes-daemonset.yaml"]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("file", SERVING, ids=name)
+def test_a_server_in_a_pod(file: Path) -> None:
+    """It disconnects peers before it has too much memory, and can be looked into."""
+    [(pod, server)] = [(pod, one) for pod in inside(read(file.read_text()), "containers") for one in serving(pod)]
+    memory = server["resources"]["limits"]["memory"]
+    assert memory.endswith("Gi")
+    assert 1.5 * parse(server["command"])["limits"].budget_bytes < int(memory.removesuffix("Gi")) << 30
+    assert server["securityContext"]["readOnlyRootFilesystem"]
+    [volume] = [mount["name"] for mount in server["volumeMounts"] if mount["mountPath"] == "/tmp"]
+    assert {"name": volume, "emptyDir": {}} in pod["volumes"]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("file", MANIFESTS, ids=name)
+def test_names_in_a_manifest_are_those_of_other_parts(file: Path) -> None:
+    objects = read(file.read_text())
+    for found in inside(objects, "replicatedJobs"):
+        jobs = [job["name"] for job in found["replicatedJobs"]]
+        assert set(found["successPolicy"]["targetReplicatedJobs"]) < set(jobs)
+        for n, job in enumerate(found["replicatedJobs"]):
+            assert {needed["name"] for needed in job.get("dependsOn", ())} <= set(jobs[:n])
+    for found in inside(objects, "runtimeRef"):
+        kind, name = found["runtimeRef"]["kind"], found["runtimeRef"]["name"]
+        assert [kind, name] in [[other["kind"], other["metadata"]["name"]] for other in objects]
+    labels = [found["metadata"]["labels"] for found in inside(objects, "spec") if "labels" in found.get("metadata", ())]
+    for found in objects:
+        wanted = [inner["matchLabels"] for inner in inside(found, "matchLabels")]
+        wanted += [found["spec"]["selector"]] if found["kind"] == "Service" else []
+        for selected in wanted:
+            assert any(selected.items() <= had.items() for had in labels)
+    for pod in inside(objects, "containers"):
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        assert {mount["name"] for one in containers(pod) for mount in one.get("volumeMounts", ())} == volumes
+    for found in inside(objects, "completions"):
+        assert found["completions"] == found["parallelism"]
+        sizes = {
+            variable["value"]
+            for inner in inside(found, "value")
+            for variable in [inner]
+            if inner["name"] == "WORLD_SIZE"
+        }
+        assert sizes == {str(found["completions"])}
+
+
+def variables(container: Object, fields: dict[str, str], given: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a container, as Kubernetes sets them; `given` are those that a controller puts first."""
+    made = dict(given)
+    for variable in container["env"]:
+        text = variable["value"] if "value" in variable else fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        made[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: made[match[1]], text)
+    return made
+
+
+RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+JOB_NAME = "metadata.labels['batch.kubernetes.io/job-name']"
+JOB_SET_NAME = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+
+
+@needs_kubectl
+@pytest.mark.parametrize(
+    ("file", "address"),
+    [
+        ("kubernetes-plain.yaml", "tcpstore"),
+        ("kubernetes-jobset.yaml", "train-17-store-0-0.train-17"),
+        ("kubernetes-lws.yaml", "vllm-0.vllm.default"),
+    ],
+)
+def test_ranks_find_the_store(file: str, address: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Two ranks, with the variables of their pods, on the server of the manifest; meanwhile, the page's command."""
+    pods = inside(read((DEPLOY / file).read_text()), "containers")
+    [server] = [one for pod in pods for one in serving(pod)]
+    rank = next(one for pod in pods for one in pod["containers"] if "env" in one)
+    [asking] = re.findall(r"^kubectl exec \S+.* -- (tcpstore who --missing.*)$", section(file), re.MULTILINE)
+    with started(server["command"], tmp_path, environment) as port:
+        for probe in inside(server, "exec"):
+            asked = [*probe["exec"]["command"], "--url", f"tcp://127.0.0.1:{port}"]
+            assert run(asked, tmp_path, environment).returncode == 0
+
+        def start(number: int) -> subprocess.Popen[str]:
+            fields = {INDEX: str(number), RESTARTS: "0", JOB_NAME: "train-17"}
+            given = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(number)}
+            made = variables(rank, fields, given)
+            made = {name: text.replace(f"{address}:29500", f"127.0.0.1:{port}") for name, text in made.items()}
+            if made.get("MASTER_ADDR") == address:
+                made |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            if file == "kubernetes-lws.yaml":  # what vLLM has from its command line
+                made |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29501"}
+            return subprocess.Popen(
+                [sys.executable, "-c", JOINING], env=environment | made, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+            )
+
+        with start(0) as first:
+            words = [f"{address}:29501" if word == "NAME" else word for word in shlex.split(asking)]
+            words += ["--url", f"tcp://127.0.0.1:{port}"]
+            until(lambda: "missing: rank 1" in run(words, tmp_path, environment).stdout)
+            with start(1) as second:
+                assert [one.communicate(timeout=LIMIT)[0] for one in (first, second)] == ["0 of 2\n", "1 of 2\n"]
+
+
+def section(file: str) -> str:
+    """Return the part of the page that is about a file; the table at its top links to it."""
+    [heading] = re.findall(rf"^\| \[(\w+)s?\]\(.*{re.escape(file)}", PAGE, re.MULTILINE)
+    heading = {"TrainJobs": "Kubeflow Trainer", "Jobs": "Jobs"}.get(heading, heading.removesuffix("s"))
+    return PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+SECRETS = """#!/bin/sh
+mkdir "$4" && cd "$4" && shift 4
+for given; do
+    given=${given#--from-file=}
+    cp "../${given#*=}" "${given%%=*}"
+done
+"""
+"""Stands for `kubectl create secret generic NAME --from-file=…`, and makes a folder."""
+
+
+@needs_kubectl
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_a_pod_with_a_token(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The secrets are made as the manifest says; two ranks use the relay that has one of them."""
+    text = (DEPLOY / "kubernetes-secure.yaml").read_text()
+    pods = inside(read(text), "containers")
+    (tmp_path / "kubectl").write_text(SECRETS)
+    (tmp_path / "kubectl").chmod(0o755)
+    lines = "\n".join(line[4:] for line in text.splitlines() if line.startswith("#   "))
+    assert "DNS:train-17-store" in lines
+    script = "set -e\n" + lines.replace("DNS:train-17-store", "IP:127.0.0.1")
+    subprocess.run(["sh", "-c", script], env=environment, cwd=tmp_path, timeout=LIMIT, check=True)
+    [server] = [one for pod in pods for one in serving(pod)]
+    [relay] = [one for pod in pods for one in pod.get("initContainers", ())]
+    [rank] = [one for pod in pods for one in pod["containers"] if one is not server]
+    [asking] = re.findall(r"^kubectl exec deployment/train-17-store -- (.*)$", PAGE, re.MULTILINE)
+    secrets = {"server": str(tmp_path / "train-17-store"), "relay": str(tmp_path / "train-17-token")}
+    serve = [word.replace("/secrets", secrets["server"]) for word in server["command"]]
+    with started(serve, tmp_path, environment) as port:
+        forward = [word.replace("train-17-store:29400", f"127.0.0.1:{port}") for word in relay["command"]]
+        trusted = {name: text.replace("/secrets", secrets["relay"]) for name, text in variables(relay, {}, {}).items()}
+        with started(forward, tmp_path, environment | trusted) as local:
+            probe = [word.replace("29500", str(local)) for word in relay["startupProbe"]["exec"]["command"]]
+            assert run(probe, tmp_path, environment).returncode == 0
+            given = environment | variables(rank, {}, {}) | {"MASTER_PORT": str(local)}
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-c", JOINING], env=given | {"RANK": str(number)}, cwd=tmp_path,
+                    stdout=subprocess.PIPE, text=True,
+                )
+                for number in range(2)
+            ]  # fmt: skip
+            assert [one.communicate(timeout=LIMIT)[0] for one in ranks] == ["0 of 2\n", "1 of 2\n"]
+            done = run(shlex.split(asking.replace("29400", str(port))), tmp_path, environment)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_kubectl
+def test_torchrun_finds_the_store() -> None:
+    launcher: Any = pytest.importorskip("torch.distributed.run")
+    pods = inside(read((DEPLOY / "kubernetes-trainer.yaml").read_text()), "containers")
+    [node] = [one for pod in pods for one in pod["containers"] if one["name"] == "node"]
+    given = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}  # as Trainer adds them
+    given |= {"PET_MASTER_ADDR": "train-17-node-0-0.train-17", "PET_MASTER_PORT": "29500"}
+    with pytest.MonkeyPatch.context() as patched:
+        for variable, text in variables(node, {JOB_SET_NAME: "train-17"}, given).items():
+            patched.setenv(variable, text)
+        config, _, _ = launcher.config_from_args(launcher.parse_args(["train.py"]))
+    assert (config.rdzv_backend, config.run_id) == ("tcpstore", "train-17")
+    assert config.rdzv_endpoint == "train-17-store-0-0.train-17:29500"
+
+
+@needs_kubectl
+def test_what_the_page_has_torchrun_do() -> None:
+    launcher: Any = pytest.importorskip("torch.distributed.run")
+    [fields] = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: x}\nspec:\n  containers:\n    - name: rank\n"
+    [found] = read(pod + indent(fields, " " * 6))
+    assert _dropped(found) == []
+    [rank] = found["spec"]["containers"]
+    assert [variable["name"] for variable in rank["env"]] == ["TCPSTORE_ATTEMPT"]
+    assert rank["command"][0] == "torchrun"
+    config, _, _ = launcher.config_from_args(launcher.parse_args(rank["command"][1:]))
+    service = read((DEPLOY / "kubernetes-plain.yaml").read_text())[1]["metadata"]["name"]
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("tcpstore", f"{service}:29500")
+
+
+@needs_kubectl
+def test_the_page_looks_into_pods_that_exist() -> None:
+    """The commands parse, and Kubernetes gives these names to what the files make."""
+    asked = re.findall(r"^kubectl exec (\S+)(?: -c (\S+))? -- (.*)$", PAGE, re.MULTILINE)
+    made = set()
+    for found in (found for file in MANIFESTS for found in read(file.read_text())):
+        kind, name = found["kind"], found["metadata"]["name"]
+        made |= {f"{kind.lower()}/{name}", f"{name}-0"}
+        jobs = inside(found, "replicatedJobs")
+        made |= {f"job/train-17-{job['name']}-0" for inner in jobs for job in inner["replicatedJobs"]}
+    assert len(asked) >= 5
+    for target, container, line in asked:
+        assert target in made
+        assert container in ("", "store")
+        parse(shlex.split(line))
+
+
+@needs_kubectl
+def test_kustomize_takes_the_server(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "kubernetes-plain.yaml", tmp_path)
+    images = "images: [{name: registry.example/tcpstore-async, newName: mine.example/store}]"
+    (tmp_path / "kustomization.yaml").write_text(f"resources: [kubernetes-plain.yaml]\n{images}\n")
+    done = run(["kubectl", "kustomize", str(tmp_path)], tmp_path, {**os.environ})
     assert done.returncode == 0, done.stderr
-    made = {re.findall(r"^kind: (\w+)$", text, re.MULTILINE)[0]: text for text in done.stdout.split("\n---\n")}
-    assert set(made) == {"NetworkPolicy", "Service", "StatefulSet"}
-    label = "app.kubernetes.io/name: tcpstore\n"
-    assert f"  selector:\n    {label}" in made["Service"] + "\n"
-    for where in ("  selector:\n    matchLabels:\n      ", "    metadata:\n      labels:\n        "):
-        assert where + label in made["StatefulSet"]
-    assert f"  podSelector:\n    matchLabels:\n      {label}" in made["NetworkPolicy"]
-    peers = made["NetworkPolicy"].partition("  ingress:\n")[2].partition("    ports:")[0]
-    assert peers == '  - from:\n    - podSelector:\n        matchLabels:\n          tcpstore-client: "true"\n'
+    assert "image: mine.example/store:latest\n" in done.stdout
 
 
 # Slurm
@@ -203,7 +610,8 @@ def test_kustomize_takes_the_base() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_a_script_is_one(script: Path) -> None:
-    assert subprocess.run(["sh", "-n", script], timeout=LIMIT, check=False).returncode == 0
+    for shell in filter(shutil.which, ("sh", "bash")):
+        assert subprocess.run([shell, "-n", script], timeout=LIMIT, check=False).returncode == 0
     assert os.access(script, os.X_OK)
     assert "\nset -eu\n" in script.read_text()
 

@@ -178,7 +178,7 @@ def test_all_kinds_of_files_are_read() -> None:
     read = {str(path.relative_to(ROOT)) for path in [*SOURCES, *TOOLS, *TESTED, *PAGES]}
     for path in (
         *("Makefile", "pyproject.toml", "README.md", "setup.py", ".ci/run", ".github/workflows/tests.yml"),
-        *("deploy/Containerfile", "deploy/tcpstore.service", "deploy/kustomize/base/store.yaml", "docs/design.md"),
+        *("deploy/Containerfile", "deploy/tcpstore.service", "deploy/kubernetes-plain.yaml", "docs/design.md"),
         *(
             "tcpstore_async/tools/web/page/app.js",
             "tcpstore_async/tools/web/page/style.css",
