@@ -10,7 +10,7 @@ Not probed, because PyTorch's behaviour is unsafe or not deterministic:
 * `multi_set` with fewer values than keys on FileStore and HashStore: PyTorch's reads out of bounds.
 * A timeout of 0 for an existing key on a TCPStore: PyTorch's may return before the reply arrives.
 * Queues on PyTorch's legacy server, which closes the connection. A client that takes our server for one is probed.
-* Precision of timeouts, crashes and second processes: separate tests, named in docs/quirks.md.
+* Precision of timeouts, crashes and second processes: separate tests, which name rows of docs/quirks.md.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def test_a_last_call(hosts: Hosts) -> None:
     assert [future.result(LIMIT) for future in hosts.join(a, b)] == [Round(0, 0, 2), Round(0, 1, 2)]
 
 
+# quirk: torchrun-last-call
 def test_whoever_times_the_last_call_may_die(hosts: Hosts) -> None:
     patient = QUICK._replace(least=1, last_call=1.0)
     a, b = hosts.agent("a", patient), hosts.agent("b", patient)

@@ -331,6 +331,7 @@ def test_no_thread_exists_at_a_fork_while_a_group_forms(port: int) -> None:
 # What it notices
 
 
+# quirk: lost-while-idle
 def test_a_loss_is_noticed_without_a_call(losses: Losses) -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         store.set("k", "v")

@@ -396,6 +396,7 @@ server.wait()
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no such option")
 @pytest.mark.parametrize("state", ["parked", "idle"])
+# quirk: lost-host
 def test_a_host_that_is_gone_is_noticed(state: str) -> None:
     """By a call without a timeout, and without any call."""
     command = [sys.executable, "-c", DEAD_HOST, state]

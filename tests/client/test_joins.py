@@ -77,6 +77,7 @@ def _ready(ends: list[socket.socket]) -> list[socket.socket]:
 
 
 @pytest.mark.parametrize("before", [True, False])
+# quirk: lost-join
 def test_a_rank_that_loses_its_connection_is_counted_once(before: bool) -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as look:
         cutter = Cutter(server.port, "q")
@@ -104,6 +105,7 @@ def test_a_master_does_not_return_without_a_rank(port: int) -> None:
             cutter.stop()
 
 
+# quirk: lost-join
 def test_pytorchs_server_is_joined_once() -> None:
     """It would count twice; so a connection lost during the join is an error, as with PyTorch's client."""
     with torch_server() as server_port, TCPStore("127.0.0.1", server_port, timeout=LIMIT) as look:
@@ -117,6 +119,7 @@ def test_pytorchs_server_is_joined_once() -> None:
             cutter.stop()
 
 
+# quirk: lost-join
 def test_a_server_that_closes_at_every_join_is_an_error() -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         assert store._client is not None
@@ -167,6 +170,7 @@ for number in range(3):
 
 
 @pytest.mark.parametrize("close", [True, False])
+# quirk: early-rank
 def test_a_rank_that_makes_its_next_store_comes_to_the_next_round(port: int, close: bool) -> None:
     """Even while it still has the last store, as in `store = TCPStore(...)`."""
     with early(port, ROUNDS.format(close=close)) as rank:
@@ -183,6 +187,7 @@ def test_a_rank_that_makes_its_next_store_comes_to_the_next_round(port: int, clo
             rank.kill()
 
 
+# quirk: early-rank
 def test_a_rank_that_left_before_its_master_came_counts_as_another(port: int) -> None:
     """As in PyTorch: what has joined and left may as well have been the other rank of the world."""
     server = host(port, bind_host=None, listen_fd=None, multi_tenant=False, backend="uv", timeout=LIMIT)
@@ -198,6 +203,7 @@ def test_a_rank_that_left_before_its_master_came_counts_as_another(port: int) ->
 ONE = "store = t.TCPStore(*args)\nprint('there', flush=True)\nsys.stdin.readline()"
 
 
+# quirk: full-world
 def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None:
     """The server's count decides, not a clock: before 0.2 it waited for 10 s."""
     with ThreadPoolExecutor(1) as threads:
@@ -221,6 +227,7 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
 
 
 @pytest.mark.parametrize("why", ["agent", "other world"])
+# quirk: full-world
 def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as torchrun's. Nothing announces more ranks there, so waiting for a next round would take ten seconds."""
     if why == "agent":
@@ -248,6 +255,7 @@ def test_a_world_of_one_is_not_doubted(port: int) -> None:
         assert JOINS_KEY not in proxy.all_sent()
 
 
+# quirk: full-world
 def test_an_early_rank_asks_once(port: int) -> None:
     """And is notified: before 0.2 it sent a hundred requests per second."""
     asked: list[bytes] = []

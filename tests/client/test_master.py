@@ -38,6 +38,7 @@ def is_free(port: int) -> None:
         listener.listen()
 
 
+# quirk: master-wait
 def test_all_join(port: int) -> None:
     with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
         workers = [threads.submit(TCPStore, "localhost", port, 4, False, LIMIT) for _ in range(3)]
@@ -108,6 +109,7 @@ for turn in range(rounds):
 """
 
 
+# quirk: early-rank
 def test_a_rank_that_is_a_round_ahead(port: int) -> None:
     """It connects before the master has closed the last round's server, and ends up on the next one."""
     command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "1"]

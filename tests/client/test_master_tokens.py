@@ -54,6 +54,7 @@ def refused(port: int, token: str, why: str) -> None:
         ("TCPSTORE_TLS", "1", "no TLS.*TCPSTORE_TLS"),
     ],
 )
+# quirk: legacy-server
 def test_the_threaded_server_is_not_started_without_what_was_asked_for(
     name: str, value: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

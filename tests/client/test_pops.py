@@ -126,6 +126,7 @@ def take_all(store: TCPStore, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("block", [True, False])
+# quirk: returned-items
 def test_a_pop_that_is_out_of_time_gives_its_item_back(port: int, other: TCPStore, block: bool) -> None:
     with link_to(port) as link, on(link.port, SHORT) as store, ThreadPoolExecutor(1) as threads:
         link.holds = True
@@ -146,6 +147,7 @@ def test_a_pop_that_is_out_of_time_gives_its_item_back(port: int, other: TCPStor
 
 
 @pytest.mark.unmeasured
+# quirk: returned-items
 def test_ctrl_c_gives_the_item_back(port: int, other: TCPStore) -> None:
     with link_to(port) as link, on(link.port) as store, ThreadPoolExecutor(1) as threads:
         link.holds = True
@@ -169,6 +171,7 @@ def test_ctrl_c_gives_the_item_back(port: int, other: TCPStore) -> None:
 
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("why", ["timeout", "cancel"])
+# quirk: returned-items
 def test_an_async_pop_gives_its_item_back(port: int, other: TCPStore, why: str, block: bool) -> None:
     """Before 0.2 it was kept for that store's own next pop, where no one else could see it."""
     cancel = threading.Event() if why == "cancel" else None
@@ -217,6 +220,7 @@ TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60).queue_pop("q")
 
 
 @pytest.mark.parametrize("options", [("--link-grace", "0.5"), ("--backend", "threaded")])
+# quirk: returned-items
 def test_the_item_of_a_killed_process_goes_back(options: tuple[str, ...]) -> None:
     with (
         tcpstore_server(*options) as server,
@@ -233,6 +237,7 @@ def test_the_item_of_a_killed_process_goes_back(options: tuple[str, ...]) -> Non
         assert take_all(other, 1) == [b"job"]
 
 
+# quirk: held-items
 def test_an_item_stays_with_whom_it_was_lent_to(port: int, other: TCPStore) -> None:
     """However long that client is silent: it may be working. The item goes back with the end of the connection."""
     other.queue_push("lent", "job")
@@ -260,6 +265,7 @@ ITEM = 8 + 8 + 3
     ("who", "count"),
     [*(("client", count) for count in range(LEASE + CONFIRM + 1)), *(("server", count) for count in range(ITEM + 1))],
 )
+# quirk: broken-pop
 def test_a_connection_that_is_cut_loses_nothing(other: TCPStore, port: int, kind: str, who: str, count: int) -> None:
     """The item is the caller's or in the queue; both only if the connection broke during the CONFIRM."""
     other.queue_push("q", "job")
@@ -286,6 +292,7 @@ class Interrupted(BaseException):
 
 @pytest.mark.unmeasured
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a socket that was being opened
+# quirk: returned-items
 def test_interrupts_at_any_moment_lose_no_item(port: int, other: TCPStore) -> None:
     def pop(store: TCPStore, got: list[bytes]) -> None:
         got += map(store.queue_pop, ("q",))  # no interrupt strikes between the call and the list
@@ -382,6 +389,7 @@ def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPSto
 @pytest.mark.parametrize("kind", ["ours", pytest.param("libuv", marks=ON_STOCK)])
 @pytest.mark.parametrize("value", ["plain", ""])
 @pytest.mark.parametrize("client", ["sync", "async"])
+# quirk: woken-for-nothing
 def test_a_plain_value_ends_a_pop(client: str, kind: str, value: str) -> None:
     with server_of(kind) as port, either_client(client) as connect:
         store = connect(port)
@@ -406,6 +414,7 @@ def _late_on_pytorchs(pop: Callable[[Link], None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["the next call", "closing"])
+# quirk: returned-items
 def test_what_pytorchs_server_sends_too_late_is_pushed_back(by: str) -> None:
     def pop(link: Link) -> None:
         with TCPStore("127.0.0.1", link.port, timeout=SHORT) as store:

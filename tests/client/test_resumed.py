@@ -207,6 +207,7 @@ def opened(port: int, timeout: float = LIMIT) -> TCPStore:
     return store
 
 
+# quirk: reset
 def test_what_was_written_is_executed_once(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store, TCPStore("127.0.0.1", port, timeout=LIMIT) as other:
         with resets(proxy, 1):
@@ -244,6 +245,7 @@ def _remains(port: int, key: str) -> bytes | None:
 
 
 @pytest.mark.parametrize("name", ONLY)
+# quirk: reset
 def test_a_store_that_has_made_one_kind_of_call_only(port: int, name: str) -> None:
     with resetter(port) as proxy:
         for _ in range(4):
@@ -272,6 +274,7 @@ def test_an_async_store_that_has_made_one_kind_of_call_only(port: int, name: str
     assert _remains(port, f"only/{name}") == COUNTS[name]
 
 
+# quirk: reset
 def test_a_call_with_little_time_leaves_the_identity_to_a_later_one(port: int) -> None:
     async def main(listening: int) -> None:
         async with await AsyncTCPStore.connect("127.0.0.1", listening, timeout=LIMIT) as store:
@@ -396,6 +399,7 @@ def test_threads_that_wait_and_pop(port: int) -> None:
             other.delete_key(f"later/{number}")
 
 
+# quirk: reset
 def test_an_idle_connection_is_replaced_before_the_next_call(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store:
         for _ in range(5):
@@ -627,6 +631,7 @@ def test_a_server_that_has_not_kept_the_session_ends_the_store(port: int) -> Non
             store.add("k", 1)
 
 
+# quirk: reset
 def test_a_server_that_refuses_connections_is_gone() -> None:
     with tcpstore_server() as server, resetter(server.port) as proxy:
         store = opened(proxy.port)
@@ -793,6 +798,7 @@ def test_a_call_that_times_out_while_it_resumes_does_not_end_the_session(port: i
         assert store.check(["never"]) is False
 
 
+# quirk: reset
 def test_a_request_that_times_out_when_it_is_partly_sent_is_executed_once(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store:
         store.set_timeout(0.2)

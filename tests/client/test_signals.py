@@ -318,6 +318,7 @@ HANDLERS: dict[str, Callable[[Scene], object]] = {
 @pytest.mark.parametrize("earlier", [False, True], ids=["", "behind a write"])
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("interrupted", INTERRUPTED)
+# quirk: signal-handler
 def test_a_handler_within_a_call(
     interrupted: str,
     handler: str,
@@ -504,6 +505,7 @@ def test_an_interrupt_at_any_step_loses_nothing(port: int, key: str) -> None:
 @pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("raises", [True, False])
+# quirk: interrupted-send
 def test_an_interrupt_at_every_step_of_a_call(
     port: int, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch, raises: bool, linked: bool
 ) -> None:
@@ -558,6 +560,7 @@ def _interrupt_at(
 
 
 @pytest.mark.parametrize("interrupted", [name for name in INTERRUPTED if name != "idle"])
+# quirk: interrupted-send
 def test_an_exception_in_a_call_of_a_store_without_a_link(
     interrupted: str, gate: Gate, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -811,6 +814,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
 """
 
 
+# quirk: sigpipe
 def test_sigpipe_at_its_default() -> None:
     """With SIGPIPE at its default a lost server is an ordinary error, and the program survives."""
     with tcpstore_server() as server:

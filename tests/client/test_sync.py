@@ -66,6 +66,7 @@ def until_parked(store: TCPStore, count: int = 1) -> None:
 # Threads
 
 
+# quirk: threads
 def test_a_blocked_thread_blocks_no_other(store: TCPStore, key: str) -> None:
     names = [f"{key}/{number}" for number in range(10)]
     with ThreadPoolExecutor(len(names)) as threads:
@@ -562,6 +563,7 @@ while list(left()):
         "TCPStore('127.0.0.1', 0, 2, True, 60)",
     ],
 )
+# quirk: ctrl-c
 def test_ctrl_c(call: str, record_property: Callable[[str, object], None]) -> None:
     deaf = socket.create_server(("127.0.0.1", 0))
     with deaf, tcpstore_server() as server:
@@ -580,6 +582,7 @@ def test_ctrl_c(call: str, record_property: Callable[[str, object], None]) -> No
 
 
 @pytest.mark.unmeasured
+# quirk: fork
 def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) -> None:
     store.set(key, "parent")
     assert store.get(key) == b"parent"

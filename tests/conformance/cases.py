@@ -1,6 +1,6 @@
 """Cases that the recorded vectors lack. Where one answer is given, PyTorch's libuv server gives it too.
 
-Where two are given the second one is PyTorch's, and the case names the row of `docs/quirks.md` that says why.
+Where two are given the second one is PyTorch's. `row` is the row of `docs/quirks.md` that a case shows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def case(row: str = "", name: str = "") -> Callable[[Writer], Writer]:
     def add_case(write: Writer) -> Writer:
         script = Script(name or write.__name__, row)
         write(script)
-        assert script.mended == bool(row), script.name
         _CASES.append(script)
         return write
 
@@ -146,14 +145,14 @@ _NUMBERS: list[tuple[bytes, int | None]] = [
 def _number(text: bytes, number: int | None) -> None:
     shown = ascii(text)[2:-1] if len(text) < 40 else f"{ascii(text[:8])[2:-1]}…{len(text)}"
 
-    @case(name=f"add_text[{shown}]")
+    @case("numbers", f"add_text[{shown}]")
     def _(s: Script) -> None:
         a, b = s.peers("ab")
         a.says(set_(b"n", text))
         a.asks(add(b"n", 0), CLOSED if number is None else i64(number))
         b.asks(get(b"n"), blob(text if number is None else b"%d" % number))
 
-    @case(name=f"barrier_text[{shown}]")
+    @case("numbers", f"barrier_text[{shown}]")
     def _(s: Script) -> None:
         a, b = s.peers("ab")
         a.says(set_(b"n", text))
@@ -170,7 +169,7 @@ for _text, _value in _NUMBERS:
     _number(_text, _value)
 
 
-@case()
+@case("numbers")
 def add_wraps_both_ways(s: Script) -> None:
     a = s.peer("a")
     a.asks(add(b"n", 2**63 - 1), i64(2**63 - 1))
@@ -239,7 +238,7 @@ def append_many_times(s: Script) -> None:
     a.asks(set_(b"k", b"new") + append(b"k", b"er") + multi_get(b"k", b"k"), blob(b"newer") * 2)
 
 
-@case()
+@case("append-beyond-limit")
 def append_beyond_the_value_limit(s: Script) -> None:
     a = s.peer("a")
     half = b"a" * (5 << 20)
@@ -248,7 +247,7 @@ def append_beyond_the_value_limit(s: Script) -> None:
     a.asks(get(b"k"), blob(half + half))
 
 
-@case()
+@case("any-bytes")
 def empty_key(s: Script) -> None:
     a, b = s.peers("ab")
     b.says(wait(b""))
@@ -263,7 +262,7 @@ def empty_key(s: Script) -> None:
     a.asks(delete(b"") + delete(b"") + barrier(b"", 1) + get(b""), i64(1) + i64(0) + WOKEN + blob(b"1"))
 
 
-@case()
+@case("any-bytes")
 def any_byte_in_keys_and_values(s: Script) -> None:
     a = s.peer("a")
     every = bytes(range(256))
@@ -273,7 +272,7 @@ def any_byte_in_keys_and_values(s: Script) -> None:
     a.asks(push(b"\0", b"\0\1") + pop(b"\0"), popped(1, b"\0\1"))
 
 
-@case()
+@case("compare-set-missing")
 def compare_set_table(s: Script) -> None:
     a = s.peer("a")
     a.asks(compare_set(b"k", b"", b"") + check(b"k"), blob(b"") + READY)
@@ -298,7 +297,7 @@ def multi_set_duplicates(s: Script) -> None:
     a.asks(multi_get(b"j", b"k", b"j"), blob(b"2") + blob(b"3") + blob(b"2"))
 
 
-@case()
+@case("list-keys-order")
 def list_keys_of_many(s: Script) -> None:
     a = s.peer("a")
     names = [b"/key/%d" % number for number in range(300)]
@@ -311,7 +310,7 @@ def list_keys_of_many(s: Script) -> None:
     a.hears(i64(300) + keys(*names[:7], *names[8:], b"init/"), listed=8)
 
 
-@case()
+@case("queue-and-value")
 def queue_and_value_of_one_name(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(push(b"x", b"item"))
@@ -326,7 +325,7 @@ def queue_and_value_of_one_name(s: Script) -> None:
 
 
 def _key_limit(name: str, before: bytes) -> None:
-    @case(name=f"key_limit[{name}]")
+    @case("key_bytes", f"key_limit[{name}]")
     def _(s: Script) -> None:
         a, b = s.peers("ab")
         a.asks(before + u64(8192), NO_REPLY)
@@ -353,7 +352,7 @@ for _name, _before in {
 
 
 def _value_limit(name: str, before: bytes) -> None:
-    @case(name=f"value_limit[{name}]")
+    @case("value_bytes", f"value_limit[{name}]")
     def _(s: Script) -> None:
         a, b, c = s.peers("abc")
         a.asks(before + u64(8 << 20), NO_REPLY)
@@ -373,7 +372,7 @@ for _name, _before in {
 
 
 def _count_limit(name: str, opcode: bytes) -> None:
-    @case(name=f"count_limit[{name}]")
+    @case("keys", f"count_limit[{name}]")
     def _(s: Script) -> None:
         a, b, c = s.peers("abc")
         a.asks(opcode + u64(131072), NO_REPLY)
@@ -488,7 +487,7 @@ def thousand_gets_of_a_large_value(s: Script) -> None:
 # WAIT
 
 
-@case()
+@case("counted-keys")
 def wait_counts_down_each_key_once(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k", b"j"))
@@ -502,7 +501,7 @@ def wait_counts_down_each_key_once(s: Script) -> None:
     a.hears(WOKEN)
 
 
-@case()
+@case("counted-keys")
 def wait_of_present_and_missing(s: Script) -> None:
     a, b = s.peers("ab")
     b.says(set_(b"k", b"1"))
@@ -561,7 +560,7 @@ def barrier_in_place_of_a_wait(s: Script) -> None:
     a.hears(WOKEN, NO_REPLY)
 
 
-@case()
+@case("second-wait-at-once")
 def wait_then_wait_for_what_is_there(s: Script) -> None:
     a, b = s.peers("ab")
     b.says(set_(b"j", b"1"))
@@ -593,7 +592,7 @@ def waiter_that_left_disturbs_nobody(s: Script) -> None:
     b.hears(WOKEN)
 
 
-@case()
+@case("half-close")
 def half_closed_waiter_is_closed(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"))
@@ -602,7 +601,7 @@ def half_closed_waiter_is_closed(s: Script) -> None:
     b.asks(set_(b"k", b"1") + get(b"k"), blob(b"1"))
 
 
-@case()
+@case("barrier-opened-by-writes")
 def push_ends_waits_of_both_kinds(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(barrier(b"q", 2))
@@ -634,7 +633,7 @@ def failed_compare_set_does_not_open_a_barrier(s: Script) -> None:
     a.hears(WOKEN, NO_REPLY)
 
 
-@case()
+@case("barrier-opened-by-writes")
 def good_compare_set_opens_a_barrier(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(barrier(b"b", 3))
@@ -645,7 +644,7 @@ def good_compare_set_opens_a_barrier(s: Script) -> None:
 # BARRIER
 
 
-@case()
+@case("barrier-sizes")
 def barrier_ignores_world_sizes_below_two(s: Script) -> None:
     a = s.peer("a")
     for number, world_size in enumerate((1, 0, -1, -(2**63), 3), 1):
@@ -653,14 +652,14 @@ def barrier_ignores_world_sizes_below_two(s: Script) -> None:
         a.asks(get(b"b"), blob(b"%d" % number))
 
 
-@case()
+@case("barrier-same-peer")
 def barrier_same_peer_thrice(s: Script) -> None:
     a = s.peer("a")
     a.asks(barrier(b"b", 3) * 3, WOKEN * 2)
     a.asks(get(b"b"), blob(b"3"))
 
 
-@case()
+@case("barrier-sizes")
 def barrier_of_mixed_sizes(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.asks(barrier(b"b", 5), NO_REPLY)
@@ -670,7 +669,7 @@ def barrier_of_mixed_sizes(s: Script) -> None:
     b.hears(WOKEN)
 
 
-@case()
+@case("barrier-opened-by-writes")
 def barrier_is_opened_by_set_add_append_multi_set(s: Script) -> None:
     a, b = s.peers("ab")
     for frame, reply in (
@@ -684,7 +683,7 @@ def barrier_is_opened_by_set_add_append_multi_set(s: Script) -> None:
         a.hears(WOKEN)
 
 
-@case()
+@case("numbers")
 def barrier_overflow_wraps(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(set_(b"b", b"9223372036854775807"))
@@ -692,7 +691,7 @@ def barrier_overflow_wraps(s: Script) -> None:
     b.asks(get(b"b"), blob(b"-9223372036854775808"))
 
 
-@case()
+@case("barrier-key")
 def barrier_that_is_not_full_is_there_for_new_waiters_only(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.says(wait(b"b"))
@@ -717,7 +716,7 @@ def _item_for_the_first(s: Script, waiting: str) -> list[Peer]:
     return [*peers, z]
 
 
-@case()
+@case("pop-length")
 def queue_is_first_in_first_out(s: Script) -> None:
     a = s.peer("a")
     a.says(push(b"q", b"1"), push(b"q", b""), push(b"q", b"3"))
@@ -748,7 +747,7 @@ def two_pushes_wake_two(s: Script) -> None:
     a.asks(pop(b"q"), popped(1, b"2"))
 
 
-@case()
+@case("pop-takes-first")
 def pop_can_take_what_a_woken_waiter_was_about_to_pop(s: Script) -> None:
     a, b, z = _item_for_the_first(s, "ab")
     z.asks(pop(b"q"), popped(1, b"1"))
@@ -756,7 +755,7 @@ def pop_can_take_what_a_woken_waiter_was_about_to_pop(s: Script) -> None:
     b.hears(NO_REPLY)
 
 
-@case()
+@case("pop-takes-first")
 def wait_for_items_that_are_there_returns_at_once(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
@@ -787,7 +786,7 @@ def wait_of_one_queue_twice(s: Script) -> None:
     a.hears(WOKEN)
 
 
-@case()
+@case("set-wakes-queue")
 def compare_set_wakes_all_waiters_of_a_queue(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
@@ -812,7 +811,7 @@ def queue_waiter_that_leaves_before_a_push(s: Script) -> None:
 # Queues: mended
 
 
-@case("Q1")
+@case("queue-order")
 def served_waiter_goes_to_the_end_of_the_line(s: Script) -> None:
     a, b, c, z = _item_for_the_first(s, "abc")
     a.asks(pop(b"q"), popped(1, b"1"))
@@ -824,7 +823,7 @@ def served_waiter_goes_to_the_end_of_the_line(s: Script) -> None:
         peer.hears(NO_REPLY, NO_REPLY if peer is a else WOKEN)
 
 
-@case("Q2")
+@case("push-counts-once")
 def push_does_not_end_a_barrier(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
@@ -838,7 +837,7 @@ def push_does_not_end_a_barrier(s: Script) -> None:
     a.hears(WOKEN, NO_REPLY)
 
 
-@case("Q2")
+@case("push-counts-once")
 def second_push_does_not_count_for_another_key(s: Script) -> None:
     a, z = s.peers("az")
     a.says(wait(b"q", b"k"))
@@ -875,7 +874,7 @@ def an_item_is_not_handed_on_into_a_barrier(s: Script) -> None:
     b.hears(NO_REPLY)
 
 
-@case("Q3")
+@case("filled-queue-counts")
 def wait_counts_a_filled_queue_as_there(s: Script) -> None:
     a, z = s.peers("az")
     z.says(push(b"q", b"1"))
@@ -887,7 +886,7 @@ def wait_counts_a_filled_queue_as_there(s: Script) -> None:
     a.hears(NO_REPLY, WOKEN)
 
 
-@case("Q3")
+@case("filled-queue-counts")
 def wait_counts_a_queue_down_though_it_is_emptied(s: Script) -> None:
     a, z = s.peers("az")
     z.says(push(b"q", b"1"))
@@ -897,7 +896,7 @@ def wait_counts_a_queue_down_though_it_is_emptied(s: Script) -> None:
     a.hears(WOKEN, NO_REPLY)
 
 
-@case("Q4")
+@case("hand-off")
 def woken_waiter_that_dies_hands_on(s: Script) -> None:
     a, b, _ = _item_for_the_first(s, "ab")
     a.leaves()
@@ -905,7 +904,7 @@ def woken_waiter_that_dies_hands_on(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
-@case("Q4")
+@case("hand-off")
 def a_row_of_woken_waiters_that_die(s: Script) -> None:
     a, b, c, d, _ = _item_for_the_first(s, "abcd")
     a.leaves()
@@ -918,7 +917,7 @@ def a_row_of_woken_waiters_that_die(s: Script) -> None:
 
 
 def _goes_on(name: str, frame: bytes, reply: bytes) -> None:
-    @case("Q4", f"woken_waiter_goes_on_without_popping[{name}]")
+    @case("hand-off", f"woken_waiter_goes_on_without_popping[{name}]")
     def _(s: Script) -> None:
         a, b, _ = _item_for_the_first(s, "ab")
         a.asks(frame, reply)
@@ -942,7 +941,7 @@ for _name, _frame, _reply in (
     _goes_on(_name, _frame, _reply)
 
 
-@case("Q4")
+@case("hand-off")
 def woken_waiter_that_is_refused_hands_on(s: Script) -> None:
     a, b, _ = _item_for_the_first(s, "ab")
     a.asks(b"\x13", CLOSED)
@@ -950,7 +949,7 @@ def woken_waiter_that_is_refused_hands_on(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
-@case("Q4")
+@case("hand-off")
 def cancel_that_crosses_the_wake_hands_on(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
@@ -961,7 +960,7 @@ def cancel_that_crosses_the_wake_hands_on(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
-@case("Q4")
+@case("hand-off")
 def woken_waiter_that_pushes_hands_on(s: Script) -> None:
     a, b, c, _ = _item_for_the_first(s, "abc")
     a.says(push(b"q", b"2"))
@@ -971,7 +970,7 @@ def woken_waiter_that_pushes_hands_on(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"2"))
 
 
-@case("Q4")
+@case("hand-off")
 def half_a_pop_and_then_gone_hands_on(s: Script) -> None:
     a, b, _ = _item_for_the_first(s, "ab")
     a.says(pop(b"q")[:-1])
@@ -981,7 +980,7 @@ def half_a_pop_and_then_gone_hands_on(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
-@case("Q4")
+@case("hand-off")
 def woken_waiter_that_waits_again_keeps_its_item(s: Script) -> None:
     a, b, _ = _item_for_the_first(s, "ab")
     a.asks(wait(b"q"), WOKEN)
@@ -991,7 +990,7 @@ def woken_waiter_that_waits_again_keeps_its_item(s: Script) -> None:
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
-@case()
+@case("pop-takes-first")
 def nothing_to_hand_on_after_another_pop(s: Script) -> None:
     a, b, z = _item_for_the_first(s, "ab")
     z.asks(pop(b"q"), popped(1, b"1"))
@@ -999,7 +998,7 @@ def nothing_to_hand_on_after_another_pop(s: Script) -> None:
     b.hears(NO_REPLY)
 
 
-@case("Q4")
+@case("hand-off")
 def two_woken_one_takes_one_dies(s: Script) -> None:
     a, b, c, z = s.peers("abcz")
     for peer in (a, b, c):

@@ -66,21 +66,21 @@ MENDED = {
     ),
     "cas_fail_missing_wakes": Mended("failed-compare-set", {"a.2": ("00", "silent")}),
     "queue_rewait_starvation": Mended(
-        "Q1",
+        "queue-order",
         {
             "a.4": ("00", "silent"),  # the second item belongs to b, who came before a waited again
             "b.3": ("silent", "00"),
         },
     ),
     "queue_stale_entry_false_wake": Mended(
-        "Q2",
+        "push-counts-once",
         {
             "a.4": ("00", "silent"),  # a push must not end a wait for another key
             "a.5": ("silent", "00"),  # and that key must end it
         },
     ),
     "queue_stale_entry_steals": Mended(
-        "Q2",
+        "push-counts-once",
         {
             "a.4": ("00", "silent"),
             "b.2": ("silent", "00"),

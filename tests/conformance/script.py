@@ -53,7 +53,7 @@ class Step:
 class Script:
     name: str
     row: str = ""
-    """The row of `docs/quirks.md` that explains why the two answers differ."""
+    """The row of `docs/quirks.md` that this shows: why the two answers differ, or what both servers do."""
     steps: list[Step] = field(default_factory=list)
 
     @property

@@ -1,4 +1,7 @@
-"""`docs/quirks.md` and the tests name each other."""
+"""`docs/quirks.md` has a row for each difference, and what shows a row names it.
+
+A script has its name as `row`; a test has it, or several, in a comment right above its `def`: `quirk: fork, reset`.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +12,67 @@ from pathlib import Path
 import pytest
 
 from conformance.cases import own_cases
-from conformance.divergences import MENDED
 from conformance.vectors import libuv_vectors
 from tcpstore_async.base.limits import Limits
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = {script.name: script for script in libuv_vectors() + own_cases()}
+SCRIPTS = libuv_vectors() + own_cases()
 
 
-def _tables() -> dict[str, list[list[str]]]:
-    """The rows of each table, by the heading above it."""
-    tables: dict[str, list[list[str]]] = {}
-    heading = ""
-    for line in (ROOT / "docs" / "quirks.md").read_text().splitlines():
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        elif line.startswith("|"):
-            tables.setdefault(heading, []).append([cell.strip() for cell in line.strip("|").split("|")])
-    return {heading: rows[2:] for heading, rows in tables.items()}
+def _tables() -> dict[str, list[tuple[str, str]]]:
+    """Return the name and the second cell of each row, by the heading above the table."""
+    _, *sections = re.split(r"^## (.+)\n", (ROOT / "docs" / "quirks.md").read_text(), flags=re.MULTILINE)
+    return {
+        heading: re.findall(r"^\| (.+?) \| (.+?) \|", text, re.MULTILINE)[1:]
+        for heading, text in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
 TABLES = _tables()
-MENDED_ROWS = {row[0].strip("`"): row for row in TABLES["Fixed on purpose"]}
+FIXED = {name.strip("`") for name, _ in TABLES["Fixed on purpose"]}
+ROWS = [name.strip("`") for table in TABLES.values() for name, _ in table]
 
 
-def _named(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
+def _comments() -> dict[str, tuple[str, str]]:
+    """Return each comment and the line below it, by where it is."""
+    return {
+        f"{path.relative_to(ROOT)}:{found[2]}": (found[1], found[2])
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for found in re.finditer(r"^ *# quirk: *(.*)\n(.*)", path.read_text(), re.MULTILINE)
+    }
 
 
-def test_every_divergent_script_has_a_row() -> None:
-    for script in SCRIPTS.values():
-        assert not script.mended or script.row in MENDED_ROWS, script.name
+COMMENTS = _comments()
+SHOWN = {script.row for script in SCRIPTS} | {name for names, _ in COMMENTS.values() for name in names.split(", ")}
 
 
-def test_every_divergence_row_has_a_script() -> None:
-    assert {script.row for script in SCRIPTS.values() if script.mended} == set(MENDED_ROWS)
+def test_each_row_has_a_name_of_its_own() -> None:
+    assert all(re.fullmatch(r"`[a-z_-]+`", name) for table in TABLES.values() for name, _ in table)
+    assert len(set(ROWS)) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_the_row_of_a_recorded_vector_names_it(name: str) -> None:
-    assert name in _named(MENDED_ROWS[MENDED[name].row][-1])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_shown(name: str) -> None:
+    assert name in SHOWN
 
 
-@pytest.mark.parametrize(("heading", "row"), [(heading, row) for heading, rows in TABLES.items() for row in rows])
-def test_every_row_names_its_evidence(heading: str, row: list[str]) -> None:
-    named = _named(row[-1])
-    assert named
-    for name in named:
-        path, _, test = name.partition("::")
-        if test:
-            assert re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE), name
-        else:
-            script = SCRIPTS[name]
-            assert script.mended == (heading == "Fixed on purpose"), name
-            assert not script.mended or script.row == row[0].strip("`"), name
+def test_every_name_in_a_script_is_a_row() -> None:
+    assert {script.name: script.row for script in SCRIPTS if script.row and script.row not in ROWS} == {}
+
+
+@pytest.mark.parametrize(("names", "below"), COMMENTS.values(), ids=COMMENTS)
+def test_every_name_above_a_test_is_a_row(names: str, below: str) -> None:
+    assert re.match(r"(async )?def test_", below)
+    assert set(names.split(", ")) <= set(ROWS)
+
+
+def test_only_rows_of_what_is_fixed_have_two_answers() -> None:
+    """And each has a script, so PyTorch's server fails a test of it."""
+    for script in SCRIPTS:
+        assert script.mended == (script.row in FIXED), script.name
+    assert {script.row for script in SCRIPTS if script.mended} == FIXED
 
 
 def test_every_limit_is_listed_with_its_default() -> None:
-    listed = {_named(row[0])[0]: int(re.sub(r"\D", "", row[1].split("(")[0])) for row in TABLES["Our limits"]}
+    listed = {name.strip("`"): int(re.sub(r"\(.*|,", "", default)) for name, default in TABLES["Our limits"]}
     assert listed == {field.name: field.default for field in dataclasses.fields(Limits)}

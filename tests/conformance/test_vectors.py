@@ -32,7 +32,7 @@ from conformance.targets import (
     playable,
     servers,
 )
-from conformance.vectors import LISTS, STATES, libuv_vectors
+from conformance.vectors import LISTS, ROWS, STATES, libuv_vectors
 from marks import STOCK_SERVERS, exhaustive
 from support import RawPeer, torch_server
 from tcpstore_async.base.limits import Limits
@@ -201,7 +201,7 @@ def test_tables_name_only_what_exists() -> None:
     names = [script.name for script in SCRIPTS]
     assert len(set(names)) == len(names)
     recorded = {script.name for script in VECTORS}
-    for table in (MENDED, STATES, LISTS):
+    for table in (MENDED, ROWS, STATES, LISTS):
         assert set(table) <= recorded
 
 

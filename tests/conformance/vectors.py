@@ -109,6 +109,42 @@ STATES = {
 }
 """Vectors that are not here start from an empty store, undisturbed."""
 
+ROWS = {
+    "key_len_8192": "key_bytes",
+    "key_len_8193_header_only": "key_bytes",
+    "payload_8388608": "value_bytes",
+    "payload_8388609": "value_bytes",
+    "check_131072_keys": "keys",
+    "check_131073_keys": "keys",
+    "list_keys_3": "list-keys-order",
+    "delete_while_waiting": "counted-keys",
+    "cancel_idle": "cancel",
+    "set_then_cancel": "cancel",
+    "wait_cancel_pipelined": "cancel",
+    "barrier_delete_reset": "delete-wakes-nobody",
+    "get_missing_raw": "get-missing",
+    "mget_missing_raw": "get-missing",
+    "zero_keys_mget": "no-keys",
+    "zero_keys_check": "no-keys",
+    "compare_set_missing_nonempty_expected": "compare-set-missing",
+    "compare_set_empty_value_match": "compare-set-missing",
+    "add_on_empty": "numbers",
+    "barrier_round": "barrier-counts-on",
+    "barrier_disconnect": "barrier-leavers",
+    "barrier_cancel": "barrier-leavers",
+    "barrier_check": "barrier-key",
+    "barrier_ws2_first_wakes_waiter": "barrier-key",
+    "barrier_add_wakes": "barrier-opened-by-writes",
+    "barrier_same_conn_twice": "barrier-same-peer",
+    "queue_vs_key": "queue-and-value",
+    "set_wakes_queue_waiters": "set-wakes-queue",
+    "queue_pop_nonblock_present": "pop-length",
+    "zero_length_key": "any-bytes",
+    "validate_twice": "validate-twice",
+    "truncated_then_half_close": "half-close",
+}
+"""The rows of `docs/quirks.md` that vectors show in which we answer as PyTorch does."""
+
 LISTS = {"list_keys_3": {"a.2": 0}, "prefix_list_keys": {"a.2": 0}, "mset_partial": {"b.4": 0}, "list_init": {"a.2": 8}}
 """Where a LIST_KEYS reply with more than one key begins in an answer."""
 
@@ -252,7 +288,7 @@ class _Vector:
 
     def __init__(self, name: str) -> None:
         self.mended = MENDED.get(name)
-        self.script = Script(name, self.mended.row if self.mended else "")
+        self.script = Script(name, self.mended.row if self.mended else ROWS.get(name, ""))
         self.peers: dict[str, Peer] = {}
         self.heard: dict[str, int] = {}
         self.used: set[str] = set()

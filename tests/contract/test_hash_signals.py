@@ -103,6 +103,7 @@ def test_handler_that_forks() -> None:
     assert store.get("k") == b"first"
 
 
+# quirk: hash-signals
 def test_handlers_at_any_moment() -> None:
     """No increment and no item of a queue is lost or duplicated."""
     store = HashStore()

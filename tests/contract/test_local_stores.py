@@ -154,6 +154,7 @@ def test_str_keys_stay_str_under_a_prefix() -> None:
     assert view.get("k") == b"1"
 
 
+# quirk: file-rounds
 def test_a_round_in_a_file_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     fast, slow = (FileStore(path, 2, new_round=True) for _ in range(2))

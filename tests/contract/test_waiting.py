@@ -139,6 +139,7 @@ def test_the_timeout_of_the_store(kind: Kind, store: Store, key: str, call: Call
     assert store.get(key) == b"1"
 
 
+# quirk: timeouts
 def test_a_timeout_of_0_is_one_look(store: Store, key: str) -> None:
     store.set_timeout(0)
     assert store.timeout == timedelta(0)
@@ -242,6 +243,7 @@ def test_queues_are_not_keys(store: Store, key: str) -> None:
     assert not store.check([key])
 
 
+# quirk: woken-for-nothing
 def test_a_value_of_that_name_is_no_item(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     store = make()
     waiting = pool.submit(make().queue_pop, key)

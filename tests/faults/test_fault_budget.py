@@ -68,6 +68,7 @@ def test_versions_of_a_value_that_grows_share_what_they_have_in_common(backend: 
         assert watch.memory() - before < 100 * MIB
 
 
+# quirk: validate_seconds
 async def test_a_connection_that_stays_silent_ends(backend: str) -> None:
     async with serve(limits=Limits(validate_seconds=1), backend=backend) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -134,6 +135,7 @@ async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send
         writer.close()
 
 
+# quirk: connections
 async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     """Peers that send nothing must not occupy all connections."""
     async with serve(limits=Limits(connections=5), backend=backend) as server:
@@ -150,6 +152,7 @@ async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptu
         await asyncio.gather(*closing, return_exceptions=True)
 
 
+# quirk: silent-peers
 async def test_the_kernel_asks_after_silent_peers() -> None:
     async with serve() as server:
         assert isinstance(server, UvServer)

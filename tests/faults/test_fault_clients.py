@@ -149,6 +149,7 @@ def test_a_lie_ends_the_store(lie: str, reply: bytes, call: Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("pong", [b"\1\2\3\4", b"HTTP/1.1 400\r\n\r\n", b"", b"\xff" * 10])
+# quirk: constructor-timeout
 def test_a_greeting_that_is_none(pong: bytes) -> None:
     """The client retries until the deadline; the error names the last cause."""
 

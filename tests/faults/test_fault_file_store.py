@@ -124,6 +124,7 @@ RECORD = record(b"/torn", b"0123456789")
 
 @pytest.mark.parametrize("length", [*range(1, len(RECORD)), 10_000])
 @pytest.mark.parametrize("found_by", ["a reader", "a writer"])
+# quirk: torn-record
 def test_a_torn_record_is_cut_off_once(
     tmp_path: Path, length: int, found_by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,6 +166,7 @@ SHORT = record(b"-/x", b"")
 
 @pytest.mark.parametrize("first", range(1, len(RECORD)))
 @pytest.mark.parametrize("second", [1, 3, 4, 5, 8, 9, 12, 13, 14, len(RECORD) - 1])
+# quirk: torn-record
 def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -> None:
     """However much of each was written, unless what it swallows makes it look complete."""
     between = record(b"/whole", b"value") + SHORT + record(b"+/queue", b"item") + record(b"/k", bytes(300))

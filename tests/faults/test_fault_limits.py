@@ -180,6 +180,7 @@ def half(count: int) -> bytes:
     return multi_set(*((key, VALUE) for key in MANY[:count]))[:-10]
 
 
+# quirk: budget_bytes
 def test_of_unfinished_requests_the_largest_goes(tight: Server) -> None:
     """Small requests are executed, although they come last and pass the mark."""
     with RawPeer(tight.port) as other, RawPeer(tight.port) as large:
@@ -221,6 +222,7 @@ def test_what_was_unfinished_is_given_back_when_a_peer_goes(tight: Server) -> No
     assert not rate_limited(tight.log(), "budget_bytes")
 
 
+# quirk: budget_bytes
 def test_a_full_store_still_answers(server: Server, other: RawPeer) -> None:
     with RawPeer(server.port) as filler:
         offend(filler, OFFENCES["SET"].frames)
@@ -247,6 +249,7 @@ def test_a_frame_within_every_limit_is_served(server: Server, other: RawPeer) ->
         assert peer.ask(check(*[b"/kept"] * 8), 1) == b"\0"
 
 
+# quirk: log-rate
 def test_fifty_offences_are_a_few_lines_whose_counts_add_up(server: Server) -> None:
     began = time.monotonic()
     with RawPeer(server.port) as other:
@@ -282,6 +285,7 @@ def test_a_later_message_counts_those_before(server: Server) -> None:
     assert counted(rate_limited(server.log(), "key_bytes")) == offences
 
 
+# quirk: connections
 def test_more_connections_than_allowed_are_refused(backend: str) -> None:
     with tcpstore_server("--backend", backend, "--limit", "connections=5") as server:
         peers = [connect(server.port) for _ in range(5)]

@@ -63,6 +63,7 @@ def test_the_server_ends_with_its_owner(ending: str, backend: str) -> None:
 
 @pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["killed", "left by os._exit, as multiprocessing does"])
 @pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
+# quirk: server-process
 def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str, end: str, backend: str) -> None:
     """The port is free at once; the ranks have their grace, as after a stop."""
     then = WAIT + worker + end if end else worker + WAIT
@@ -229,6 +230,7 @@ def test_an_owner_that_becomes_another_program_has_let_go(backend: str) -> None:
 
 
 @pytest.mark.parametrize("last", ["", "hosted.release()\n"], ids=["without a release", "after a release"])
+# quirk: server-process
 def test_ranks_have_their_grace_when_the_owner_returns(last: str, backend: str) -> None:
     with owner(WAIT + last, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()

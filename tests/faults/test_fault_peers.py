@@ -193,6 +193,7 @@ def send_until_refused(server: Server, peer: RawPeer, other: RawPeer, request: b
     return sent
 
 
+# quirk: unsent_high_water
 def test_a_peer_that_reads_nothing_is_not_read_from(server: Server, other: RawPeer) -> None:
     """Values of 1 MiB, patterns of its own for each key, counters between them: all arrive, in order, once it reads."""
     values = [bytes([65 + i]) * (100_000 + i) for i in range(10)]
@@ -254,6 +255,7 @@ def test_memory_is_bounded_while_a_peer_reads_nothing(server: Server, other: Raw
         other.ask(b"\x08" + blob(name), 8)
 
 
+# quirk: budget_bytes
 def test_a_reply_over_the_budget_is_not_built(backend: str) -> None:
     """The 2 kB request that takes PyTorch's server to 1.4 GB."""
     size = 8 * MIB

@@ -114,6 +114,7 @@ def test_no_descriptor_left_for_accept(backend: str) -> None:
                 assert late_peer.read(4) == b"pong"
 
 
+# quirk: file-table
 def test_a_thundering_herd_finds_the_file_table_grown(backend: str) -> None:
     """Growing it takes tens of milliseconds each time, in which ranks that connect at once overflow the backlog."""
     with tcpstore_server("--backend", backend, "--limit", "connections=5000") as server:
@@ -169,6 +170,7 @@ def test_a_reply_that_ends_in_an_empty_value_is_one_segment(backend: str) -> Non
             assert peer.socket.recv(100) == reply
 
 
+# quirk: pipelined-replies
 def test_pipelined_requests_are_answered_in_one_segment(backend: str) -> None:
     with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.ping()
@@ -261,6 +263,7 @@ print("over", flush=True)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+# quirk: peer-names
 def test_names_of_peers_are_never_looked_up(loop: str, backend: str) -> None:
     with program(NAMELESS, loop, backend) as process:
         assert process.stdin is not None

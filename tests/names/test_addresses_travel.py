@@ -129,6 +129,7 @@ PORT = 29_700
     ("python-class", "owner", "given host", 0, 0),
     ("plain", "owner", "store", 1, PORT),
 ])  # fmt: skip
+# quirk: named-stores
 def test_an_address_leads_to_its_store(client: str, role: str, shown: str, at: int, port: int, hosts: Hosts) -> None:
     """From the other host and from the same one, for clients of all kinds."""
     with hosts.publish(client, role, shown, at, port) as publisher:

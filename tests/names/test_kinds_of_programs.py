@@ -197,6 +197,7 @@ def check_apart(world: World, first: Engine, second: Engine, ports: list[int], h
 
 
 @pytest.mark.parametrize("how", ["plain", "reuse", "any", "connect"])
+# quirk: named-stores
 def test_two_engines_scan_from_one_base(how: str, world: World) -> None:
     base, first, second = free_port(), world.engine(), world.engine()
     ports = []
@@ -237,6 +238,7 @@ def test_a_loop_that_catches_eaddrinuse(world: World) -> None:
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 @pytest.mark.parametrize("before", [False, True])
+# quirk: named-stores
 def test_a_wildcard_master(wildcard: str, before: bool, world: World) -> None:
     """Ranks come before it or behind it, and call it as they like."""
     master, port = world.engine(), free_port()
@@ -271,6 +273,7 @@ def test_two_engines_with_one_base_on_two_hosts(wide_world: World) -> None:
         assert wide_world.engine(at)("read", "127.0.0.1", base) == f"{wide_world.mode}{engine.program.pid}"
 
 
+# quirk: named-stores
 def test_a_child_outlives_its_parent(world: World) -> None:
     """On PyTorch alone it keeps the port."""
     parent, following, port = world.engine(), world.engine(), free_port()
@@ -311,6 +314,7 @@ def test_two_users_scan_from_one_base(world: World) -> None:
 
 
 @needs_root
+# quirk: named-stores
 def test_a_loopback_address_is_within_one_user(world: World) -> None:
     """On PyTorch alone it is within one host."""
     port, rank, stranger, master = free_port(), world.engine(), world.engine(user=str(OTHER)), world.engine()
@@ -328,6 +332,7 @@ def test_another_user_finds_a_wildcard_master(world: World) -> None:
 
 @pytest.mark.parametrize("port", [29_831, 0])
 @pytest.mark.parametrize("dials", ["same", "stock"])
+# quirk: named-stores
 def test_a_stores_own_address_is_published(port: int, dials: str, wide_world: World) -> None:
     """To another host, for clients of the same mode and for some that nobody has patched."""
     host = wide_world.hosts[0].address

@@ -67,6 +67,7 @@ def opened(make: Callable[[], TCPStore]) -> tuple[threading.Thread, list[TCPStor
     return thread, found
 
 
+# quirk: named-stores
 def test_ranks_meet_under_a_name(url: str, name: str) -> None:
     """In whatever order they come."""
 
@@ -437,6 +438,7 @@ def test_the_attempt_of_a_process(environment: dict[str, Any], attempt: str, mon
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "", "0"])
+# quirk: named-stores
 def test_any_address_of_the_master(wildcard: str, url: str) -> None:
     """However its ranks spell it: an address, or a name that leads to one."""
     with TCPStore(wildcard, 4711, None, True, LIMIT, server=url) as owner:

@@ -122,6 +122,7 @@ def test_no_other_port_is_open(hosts: Hosts) -> None:
         assert not reaches(first, second, server)
 
 
+# quirk: named-stores
 def test_an_address_is_of_use_on_its_host_only(hosts: Hosts) -> None:
     """For PyTorch's client. The log says so, and the error of those of ours that dial it elsewhere."""
     programs = travel.Hosts(hosts.both, hosts.url)

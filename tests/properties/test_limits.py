@@ -86,6 +86,7 @@ def test_exactly_at_the_limit_is_within_it() -> None:
     Command("multi_set", [(b"/a", bytes(50))] * 4),
     Command("wait", [b"/a" * 30] * 4),
 ], ids=repr)  # fmt: skip
+# quirk: request_bytes
 def test_length_of_a_request(command: Command) -> None:
     for chunks in ([command.frame], cut(command.frame, range(command.size))):
         session = greeted(limits=SHORT)
@@ -95,6 +96,7 @@ def test_length_of_a_request(command: Command) -> None:
 
 @pytest.mark.parametrize("name", ["multi_set", "wait", "check", "multi_get"])
 @pytest.mark.parametrize("count", [3, 4, 20])
+# quirk: request_key_bytes
 def test_length_of_all_keys_of_a_request(name: str, count: int) -> None:
     limits = Limits(key_bytes=70, value_bytes=50, request_key_bytes=70 * count - 60)
     fits, longer = ([b"%070d" % key for key in range(count - 1)] + [b"c" * last] for last in (10, 11))

@@ -245,6 +245,7 @@ def test_those_that_live_meet(fates: list[tuple[float, str, float]], options: Op
 
 @pytest.mark.parametrize("attempts", [1, 2, 3, 5])
 @pytest.mark.parametrize("first", [True, False])
+# quirk: torchrun-lost-agent
 def test_a_silent_agent_is_removed_within_its_time(attempts: int, first: bool) -> None:
     """Whoever it is, also the one whose beats make the ticks. One attempt counts as two."""
     options = Options(3, 3, keep_alive_interval=4.0, keep_alive_max_attempt=attempts)

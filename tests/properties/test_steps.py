@@ -8,5 +8,6 @@ from properties.stepped import run
 
 
 @pytest.mark.parametrize("seed", range(120))
+# quirk: wait-in-portions
 def test_steps_equal_the_model(seed: int) -> None:
     assert run(seed) > 0

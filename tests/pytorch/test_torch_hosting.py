@@ -78,6 +78,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("fixed", [True, False])
+# quirk: install-repr
 def test_a_master_is_a_client_of_our_server(make: Callable[[int], Any], fixed: bool) -> None:
     asked = free_port() if fixed else 0
     store = make(asked)
@@ -286,6 +287,7 @@ def test_the_server_stops_with_the_store(port: int) -> None:
 
 
 @follows
+# quirk: install-server-end
 def test_the_server_runs_while_cpp_holds_the_store(port: int) -> None:
     prefix = dist.PrefixStore("p", Cpp("127.0.0.1", port, 1, True, SECONDS))
     gc.collect()
@@ -395,6 +397,7 @@ def test_the_store_of_a_group_is_an_instance_of_pytorchs_classes(mode: str, port
 
 
 @pytest.mark.parametrize("name", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])
+# quirk: install-types
 def test_isinstance_works_in_both_directions(name: str, tmp_path: Path) -> None:
     server = Cpp("127.0.0.1", 0, None, True, SECONDS)
     make: dict[str, Callable[[Any], Any]] = {
@@ -499,6 +502,7 @@ except dist.DistStoreError as error:
 
 
 @pytest.mark.parametrize("way", ["rendezvous", "TCPStore"])
+# quirk: open-files
 def test_a_world_of_pytorchs_clients_needs_more_connections_than_ranks(way: str) -> None:
     """While they join, some have two: with the limit that is named all join, with less it is an error at once."""
 
@@ -548,6 +552,7 @@ def meet(*given, **named):
 @pytest.mark.parametrize("mode", ["1", "python", "classes"])
 @pytest.mark.parametrize("way", ["TCPStore", "a subclass", "rendezvous", "init_process_group"])
 @pytest.mark.parametrize("reason", ["thread", "no process"])
+# quirk: install-fallback
 def test_pytorchs_server_takes_the_place_of_ours(reason: str, way: str, mode: str, port: int) -> None:
     """With one warning. Our client may use a thread, which then is ours; PyTorch's may not."""
     code = f"""{UNSTARTED}

@@ -107,6 +107,7 @@ def test_a_job_of_two(launcher: str, mode: str, tmp_path: Path, port: int) -> No
     ],
     ids=lambda value: value or "unset",
 )
+# quirk: install-fallback
 def test_a_job_whose_agent_cannot_start_our_server(launcher: str, mode: str, tmp_path: Path, port: int) -> None:
     """It gets PyTorch's, and one warning; agents that need ours for their rounds have it in a thread."""
     found, server, stderr = launch(tmp_path, launcher, mode, port, TCPSTORE_SERVER="thread")

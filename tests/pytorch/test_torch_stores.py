@@ -208,6 +208,7 @@ def test_a_prefix_rejects_what_is_no_store() -> None:
         ours.PrefixStore("p", cast(Any, tcpstore_async.HashStore()))
 
 
+# quirk: dropped-store
 def test_a_store_lives_until_it_is_closed(port: int) -> None:
     """Also if the program has dropped it and only PyTorch's C++ side holds it."""
     store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
@@ -225,6 +226,7 @@ def test_a_store_lives_until_it_is_closed(port: int) -> None:
     assert [one() for one in seen] == [None, None]
 
 
+# quirk: dropped-store
 def test_a_dropped_store_stays_open(port: int) -> None:
     """Nothing reports that PyTorch's C++ side does not hold it."""
     store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)

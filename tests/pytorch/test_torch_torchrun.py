@@ -222,6 +222,7 @@ def test_a_killed_agent_comes_back(job: Job) -> None:
 
 
 @once
+# quirk: torchrun-errors
 def test_the_agents_server_ends_with_the_agent_that_hosts_it(job: Job) -> None:
     """The others, be they in the round or redundant, say so and do not wait for it."""
     first = hosting(job, "1:2")
@@ -321,6 +322,7 @@ def test_two_jobs_on_one_server(job: Job, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @once
+# quirk: torchrun-next-job
 def test_jobs_with_one_id_in_a_row(job: Job, tmp_path: Path) -> None:
     """On a daemon: after one that ended, and at once after one that was killed."""
     with tcpstore_server() as server:
@@ -353,6 +355,7 @@ def refused(job: Job, agent: Program, why: str) -> None:
 
 
 @once
+# quirk: torchrun-next-job
 def test_a_late_agent_of_the_run_that_ended_is_refused(job: Job) -> None:
     """Another run begins anew, and so does the same one with reuse_id=1."""
     with tcpstore_server() as server:
@@ -402,6 +405,7 @@ def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
 
 @pytest.mark.parametrize("number", ["0", "-1"])
 @pytest.mark.parametrize("name", ["read_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
+# quirk: torchrun-options
 def test_options_that_must_be_positive(port: int, name: str, number: str) -> None:
     params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 1, 1, **{name: number})
     with pytest.raises(ValueError, match=f"The {name.replace('_', ' ')} must be a positive integer."):
@@ -648,6 +652,7 @@ def test_a_join_that_times_out(server: int) -> None:
     handler.shutdown()
 
 
+# quirk: torchrun-errors
 def test_agents_with_an_endpoint_each_are_told_so(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -767,6 +772,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+# quirk: torchrun-state
 def test_nothing_from_the_store_is_unpickled(tmp_path: Path, server: int) -> None:
     bomb = tmp_path / "bomb"
     store = TCPStore("127.0.0.1", server)

@@ -34,6 +34,7 @@ def relay(server: int) -> Iterator[Server]:
         yield relay
 
 
+# quirk: legacy-server
 def test_ranks_are_served_and_the_log_says_how(relay: Server) -> None:
     with RawPeer(relay.port) as one, RawPeer(relay.port) as other:
         one.send(wait(b"/key"))

@@ -97,6 +97,7 @@ def test_every_refusal_has_a_line_with_its_peer(keys: str) -> None:
         assert "omitted" not in server.log()
 
 
+# quirk: audit_lines
 def test_lines_beyond_the_limit_are_counted_exactly(keys: str) -> None:
     options = ["--token-keys", keys, "--require-auth=all", "--limit", "audit_lines=1"]
     with tcpstore_server(*options) as server:

@@ -70,6 +70,7 @@ print("good")
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("backend", ["uv", "threaded"])
+# quirk: server-forks
 def test_forked_children_hold_nothing_of_the_server(backend: str, loop: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SERVES, backend, loop],

@@ -54,6 +54,7 @@ def test_the_backlog_is_that_of_a_whole_job() -> None:
 
 
 @pytest.mark.needs_proc
+# quirk: defer-accept
 def test_a_connection_is_held_until_its_peer_has_sent_something() -> None:
     with listen("127.0.0.1", 0, 60) as listener, socket.socket() as silent:
         silent.connect(listener.getsockname())
@@ -67,6 +68,7 @@ def test_a_connection_is_held_until_its_peer_has_sent_something() -> None:
 
 
 @pytest.mark.needs_proc
+# quirk: defer-accept
 def test_a_peer_that_never_sends_is_accepted_all_the_same() -> None:
     with listen("127.0.0.1", 0, DEFER_ACCEPT) as listener:
         with socket.create_connection(listener.getsockname(), LIMIT) as silent:

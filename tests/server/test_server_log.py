@@ -60,6 +60,7 @@ OFFENCES = {
 
 
 @pytest.mark.parametrize("said", OFFENCES)
+# quirk: server-log
 def test_what_a_peer_did_wrong(said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     with RawPeer(server.port) as peer:
         peer.ping(123)
@@ -84,6 +85,7 @@ DEATHS = [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (
 
 
 @pytest.mark.parametrize(("number", "said"), DEATHS)
+# quirk: server-crash
 def test_a_server_that_dies_is_one_error_line(
     number: signal.Signals, said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_server_that_dies_is_one_error_line(
 
 @pytest.mark.parametrize("noticed", [False, True], ids=["by the call", "before the call"])
 @pytest.mark.parametrize(("number", "said"), DEATHS)
+# quirk: server-crash
 def test_rank_0s_next_call_says_of_what_its_server_died(
     number: signal.Signals, said: str, noticed: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +153,7 @@ except ChildProcessError:
 """
 
 
+# quirk: os-wait
 def test_an_owner_that_adopts_its_server_waits_for_it_and_hears_of_what_it_died() -> None:
     done = run_python(ADOPTED)
     assert "was killed by SIGKILL" in done
@@ -172,6 +176,7 @@ print("soon" if time.monotonic() - began < 300 else "late")
 
 
 @pytest.mark.parametrize("where", ["process", "thread"])
+# quirk: open-files
 def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
     logged, raised, soon = run_python(WORLD, 100, prefix=FEW_FILES, TCPSTORE_SERVER=where).splitlines()
     assert logged.startswith("ERROR the server on port ")
@@ -337,6 +342,7 @@ hosted.release()
 """
 
 
+# quirk: os-wait
 def test_an_owner_may_wait_for_all_its_children() -> None:
     assert run_python(WAITS_FOR_ALL) == "2\nTrue\n"
 

@@ -50,6 +50,7 @@ def test_the_thread_for_a_file_gets_no_signal(tmp_path: Path) -> None:
         assert blocked & 1 << number - 1
 
 
+# quirk: stuck-log
 def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`poll` always reports a regular file as writable."""
 

@@ -259,6 +259,7 @@ def test_many_threads_share_one() -> None:
     first.release()
 
 
+# quirk: shared-bind-host
 def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = host(0, multi_tenant=True)
     with pytest.raises(DistNetworkError) as caught:
@@ -441,6 +442,7 @@ def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("may_be_thread", [True, False])
+# quirk: constructor-timeout
 def test_a_start_has_no_more_time_than_its_caller(slow_python: Path, may_be_thread: bool) -> None:
     """There is no fallback to a thread: its time is up as well."""
     fd, port = bound()
@@ -455,6 +457,7 @@ def test_a_store_whose_server_starts_too_slowly(slow_python: Path) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 2 * LIMIT])
+# quirk: constructor-timeout
 def test_a_start_has_all_the_time_of_its_caller(
     slow_python: Path, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

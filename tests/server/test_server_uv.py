@@ -170,6 +170,7 @@ async def test_a_listener_that_is_bound_already() -> None:
     ("host", "reached"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])]
 )
 @on_each_loop
+# quirk: listen-address
 async def test_addresses(host: str, reached: list[str]) -> None:
     if ":" in host and not socket.has_ipv6:
         pytest.skip("there is no IPv6 here")

@@ -202,6 +202,7 @@ def test_refusals_are_final_and_say_why(
 
 
 @both
+# quirk: tls-mismatch
 def test_a_server_without_tls(error: Callable[..., str], use_tls: Callable[..., None]) -> None:
     """A server of ours says so, and the error comes at once; PyTorch's closes the connection, as if it were full."""
     use_tls()

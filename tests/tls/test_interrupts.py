@@ -77,6 +77,7 @@ def _append(into: list[Any], call: Callable[[], object]) -> None:
 
 @pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("name", ["set", "add", "get", "large", "pop"])
+# quirk: interrupted-send
 def test_an_interrupt_at_every_step_is_resumed(server: Server, name: str) -> None:
     """A value is written once or not at all, none that was popped is lost, and the store lives on."""
     large = bytes(300_000)
@@ -120,6 +121,7 @@ def within_tls(frame: Any) -> bool:
 
 @pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("writes", [False, True])
+# quirk: interrupted-send
 def test_without_a_link_an_interrupt_ends_a_store_whose_writes_it_may_have_lost(
     server: Server, writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +139,7 @@ def test_without_a_link_an_interrupt_ends_a_store_whose_writes_it_may_have_lost(
 
 
 @pytest.mark.interpreted("compiled code has no steps between which an interrupt could strike")
+# quirk: interrupted-send
 def test_a_handler_within_tls_may_make_calls(server: Server) -> None:
     """It gets another connection, and the interrupted call goes on as if nothing had happened."""
     step, struck = 0, True

@@ -261,6 +261,7 @@ def test_missing_ranks_are_found_by_bisection() -> None:
         (range(20, 400), 30, [*range(16)], f"{', '.join(map(str, range(16)))}, possibly others"),
     ],
 )
+# quirk: collective-missing
 def test_in_a_large_world_one_looks_for_all(there: range, rank: int, ranks: list[int], said: str) -> None:
     store = Shared()
     store.multi_set([f"b/{number}" for number in there], ["joined"] * len(there))

@@ -339,6 +339,7 @@ def test_bad_options(options: list[str]) -> None:
     [["--tls-cert", "c", "--tls-key", "k"], ["--token-keys", "keys"], ["--link-grace", "30"]],
     ids=" ".join,
 )
+# quirk: legacy-server
 def test_the_threaded_backend_serves_nothing_in_the_clear_instead(options: list[str]) -> None:
     said = usage_error("--backend", "threaded", *options)
     assert f"has no TLS, tokens or links: leave out {', '.join(one for one in options if one[0] == '-')}." in said

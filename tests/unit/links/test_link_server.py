@@ -120,6 +120,7 @@ OPEN = struct.pack("<H", 4711) + b"127.0.0.1"
 # LINK
 
 
+# quirk: links
 def test_more_links_than_allowed_are_refused(registry: LinkRegistry) -> None:
     for number in range(2):
         assert ask(registry, id=bytes([number] * 16)).status == "new"
@@ -129,6 +130,7 @@ def test_more_links_than_allowed_are_refused(registry: LinkRegistry) -> None:
     assert reply.session.out == [b"pong"]
 
 
+# quirk: sessions
 def test_more_sessions_than_allowed_are_refused(registry: LinkRegistry) -> None:
     carrier = ask(registry).session
     carrier.receive(stream(*[(1, number, OPEN) for number in range(1, 1001)]))

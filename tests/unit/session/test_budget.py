@@ -179,6 +179,7 @@ def test_simultaneous_list_keys_share_a_reply() -> None:
     assert b"new" in b"".join(other.out)
 
 
+# quirk: budget_bytes
 def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
     store = Store(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
     writer = storing(store, b"/v", 8 * MIB)
@@ -217,6 +218,7 @@ def test_a_writer_whose_command_just_ended_is_the_largest() -> None:
     assert list(store.hub.evicted) == [writer]
 
 
+# quirk: budget_bytes
 def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
     store = Store(Limits(budget_bytes=160 * MIB))
     greedy, honest = greeted(store), greeted(store)

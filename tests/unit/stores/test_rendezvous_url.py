@@ -75,6 +75,7 @@ def test_query_has_precedence_over_environment(
     assert read_tcp(url).use_libuv is (said == "1")
 
 
+# quirk: agent-store
 def test_rank_0_hosts_unless_the_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     place = read_tcp("tcp://h:1?rank=0&world_size=2")
     assert place.hosts()
@@ -195,6 +196,7 @@ def test_a_world_of_64_processes(scheme: str, tmp_path: object) -> None:
     assert not os.path.exists(f"{tmp_path}/meet")
 
 
+# quirk: rendezvous-timeout
 def test_a_file_that_cannot_be_had_takes_the_rendezvous_timeout(tmp_path: Path) -> None:
     with pytest.raises(StoreTimeoutError, match=r"^timeout after 50ms: "):
         next(rendezvous(f"file://{tmp_path}/missing/file?rank=0&world_size=1", timeout=timedelta(milliseconds=50)))

@@ -70,6 +70,7 @@ def test_number(text: bytes, expected: int) -> None:
 
 
 @pytest.mark.parametrize("filler", [b" ", b"0"])
+# quirk: long-numbers
 def test_a_number_ends_within_its_first_bytes(filler: bytes) -> None:
     """Looking for it costs no more than that, however long the value is (finding H4)."""
     most = filler * (NUMBER_BYTES - 1) + b"5"
