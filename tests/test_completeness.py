@@ -1,4 +1,4 @@
-"""What a command takes, as in docs/design.md, "Add an opcode": these tests name what is missing, and where it goes."""
+"""What a command takes, as in CONTRIBUTING.md, "Add an opcode": these tests name what is missing, and where it goes."""
 
 from __future__ import annotations
 

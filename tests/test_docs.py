@@ -21,7 +21,9 @@ from test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tcpstore_async"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("tests/*/*.md")]
+)
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 REPOSITORY = "https://github.com/tcpstore-async/tcpstore_async"
@@ -256,7 +258,7 @@ def _block(heading: str) -> str:
 
 
 ANSWERS = re.findall(r"^\| (.+?) \| (.+) \|$", DESIGN.partition("## Where is")[2].partition("\n## ")[0], re.MULTILINE)[
-    2:
+    1:
 ]
 
 

@@ -1,6 +1,7 @@
 """Ports of a server that stand for named stores, for clients that cannot name one: PyTorch's C++ client.
 
-Knows listening sockets and their numbers. Must not know the protocol, or what a store is.
+A port's number is not the one in the store's name, which programs on the server's host may want. Knows listening
+sockets and their numbers. Must not know the protocol, or what a store is.
 
 Invariants: a port listens, on the server's address, before a client learns of it, and is closed with its store. Most of
 what the server can hold is left to connections.

@@ -4,7 +4,7 @@ Each row declares a command's opcode, name, request and reply codecs, the method
 documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. Must not
 know what the methods do.
 
-`docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
+`CONTRIBUTING.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
 
 from dataclasses import dataclass, field

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from simulation import real
@@ -30,6 +33,11 @@ def test_schedules_have_no_finding(kind: str, first: int) -> None:
 
 def test_every_kind_is_tried() -> None:
     assert set(SEEDS) | {"proxied"} == set(KINDS)
+
+
+def test_every_kind_is_explained() -> None:
+    page = (Path(__file__).parent / "README.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \| .+\|.+\|.+\|$", page, re.MULTILINE)) == set(KINDS)
 
 
 def test_an_evicted_peer_that_goes_on_sending() -> None:

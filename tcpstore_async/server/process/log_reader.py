@@ -1,6 +1,9 @@
 """The parent side of a server's log: pass its records, and how it ended, to the owner's logging.
 
-Knows the socket that is the server's standard error, the logging module, and fork. Must not know the control socket.
+The server is no child, so it has no exit status: `faulthandler` reports signals that it can catch, and no output at all
+means SIGKILL. Knows the socket that is the server's standard error, the logging module, and fork. Must not know the
+control socket.
+
 Invariants: the reading thread sleeps while the server logs nothing, keeps no interpreter alive, and ends after the
 server. A server that ends without announcing it is one error in the log. No fork happens while the thread logs, so that
 a forked child inherits no locked lock.
