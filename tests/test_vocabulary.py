@@ -23,7 +23,7 @@ TESTED = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(
 """Modules of tests. This one quotes the words."""
 
 OTHERS = ("Makefile", "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml")
-FOLDERS = (".ci", ".github", "bench/loadgen", "deploy", "docs", "examples", "tcpstore_async/tools/web/page", "tools")
+FOLDERS = (".ci", ".github", "bench", "deploy", "docs", "examples", "tcpstore_async/tools/web/page", "tools")
 SUFFIXES = {
     "",
     ".c",
