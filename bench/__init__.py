@@ -1,6 +1,6 @@
 """Benchmarks.
 
-`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md); its modules are in `scale`:
+`python -m bench scale` measures thousands of ranks on every server (bench/README.md); its modules are in `scale`:
 
     scale/scenarios     every scenario: its name, what its ranks do, sizes, metrics and texts
     scale/start         what the ranks of a job's start send, played over sockets by the load generator in C

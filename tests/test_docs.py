@@ -22,7 +22,11 @@ from test_architecture import LAYERS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tcpstore_async"
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("tests/*/*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("tests/*/*.md"),
+        *(page for folder in ("docs", "bench", "examples") for page in (ROOT / folder).rglob("*.md")),
+    ]
 )
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
@@ -51,7 +55,7 @@ def test_the_wire_page_has_one_row_per_command() -> None:
 
 
 def test_no_two_pages_have_one_title() -> None:
-    pages = {*ROOT.glob("docs/*.md"), ROOT / "bench" / "results" / "report.md"} - {ROOT / "docs" / "report.md"}
+    pages = {*ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")} - {ROOT / "docs" / "report.md"}
     titles = [page.read_text().partition("\n")[0] for page in pages]
     assert all(title.startswith("# ") for title in titles)
     assert len(set(titles)) == len(titles)

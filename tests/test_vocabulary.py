@@ -26,7 +26,7 @@ OTHERS = ("Makefile", "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-c
 FOLDERS = (
     ".ci",
     ".github",
-    "bench/loadgen",
+    "bench",
     "deploy",
     "docs",
     "examples",
@@ -97,7 +97,7 @@ ALLOWED = (
     r"math\.floor",
     r"--dirty",  # git's
     r"for \w+ in lines?",  # code in an f-string
-    r"unread_(?:soft|hard)_bytes",  # limits that the changelog names
+    r"unread_(?:soft|hard)_bytes|`herd`|`newcomers`",  # limits and scenarios that the changelog names
     r"bench/spike/doors\.py",  # in an old commit
     r"/blob/",  # in URLs of GitHub
 )

@@ -32,4 +32,6 @@ def main(wanted: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in (["compiled"], ["interpreted"]):
+        sys.exit(f"usage: {sys.argv[0]} compiled|interpreted")
     main(sys.argv[1])

@@ -1,6 +1,6 @@
 """The scenarios of the scale benchmark, each declared once: its name, what its ranks do, sizes, metrics and texts.
 
-The figures, the report and the table in docs/benchmark.md are derived from here (`python -m bench.scale.scenarios`
+The figures, the report and the table in bench/README.md are derived from here (`python -m bench.scale.scenarios`
 prints the table). Must not know rounds, time budgets, statistics, files or figures.
 Invariant: of every metric, less is better.
 """
@@ -466,7 +466,7 @@ def scenario_of(name: str) -> tuple[Scenario, str]:
 
 
 def table() -> str:
-    """Return the table of docs/benchmark.md."""
+    """Return the table of bench/README.md."""
     rows = [f"| `{one.name}` | {one.description} | {one.metric.axis} |" for one in _ALL]
     return "\n".join(["| `--scenario` | what happens | what is compared |", "|---|---|---|", *rows])
 

@@ -190,5 +190,5 @@ def test_cpu_is_per_operation() -> None:
 
 def test_the_documentation_has_the_table() -> None:
     """`python -m bench.scale.scenarios` prints it."""
-    page = Path(__file__).parents[2] / "docs" / "benchmark.md"
+    page = Path(__file__).parents[2] / "bench" / "README.md"
     assert f"\n{table()}\n" in page.read_text()

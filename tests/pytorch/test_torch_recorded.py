@@ -1,4 +1,4 @@
-"""Recordings of PyTorch's jobs: those that docs/recordings.md shows, and one that is made here."""
+"""Recordings of PyTorch's jobs: those in bench/recordings, and one that is made here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from support import server_of
 from tcpstore_async.tools.load.recording import read_recording
 from torch_forker import Program
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
-SHOWN = ("gloo", "torchrun")
+BENCH = Path(__file__).parent.parent.parent / "bench"
 
 JOB = """
 import torch, torch.distributed as dist
@@ -28,21 +27,19 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", ["gloo", "torchrun"])
 def test_the_recordings_of_the_documentation_replay(name: str, kind: str) -> None:
-    file = DOCS / "recordings" / f"{name}.gz"
+    file = BENCH / "recordings" / f"{name}.gz"
     for ranks in ("1", "40"):
         with server_of(kind) as port:
             replay_json(file, port, "--ranks", ranks)
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_the_page_shows_what_is_recorded(name: str) -> None:
-    page = (DOCS / "recordings.md").read_text()
-    shown = re.search(rf"\$ tcpstore replay docs/recordings/{name}.gz --summary\n(.*?)```", page, re.DOTALL)
-    assert shown
-    done = replay(DOCS / "recordings" / f"{name}.gz", 1, "--summary")
-    assert done.stdout.decode() == shown[1]
+def test_the_page_shows_what_is_recorded() -> None:
+    page = (BENCH / "recordings.md").read_text()
+    [(name, shown)] = re.findall(r"\$ tcpstore replay bench/recordings/(\w+)\.gz --summary\n(.*?)```", page, re.DOTALL)
+    done = replay(BENCH / "recordings" / f"{name}.gz", 1, "--summary")
+    assert done.stdout.decode() == shown
 
 
 @pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])

@@ -1,4 +1,4 @@
-"""The file format of recordings: rows of JSON, one per line, which `docs/recordings.md` specifies.
+"""The file format of recordings: rows of JSON, one per line, which `bench/recordings.md` specifies.
 
 A `RowEncoder` writes rows, and `read_recording` reads a file into memory for a replay. Must not know sockets or clocks.
 Invariants: every row is complete in itself, so a truncated file is readable up to its last complete row. The contents
