@@ -33,7 +33,15 @@ DESIGN = (ROOT / "docs" / "design.md").read_text()
 REPOSITORY = "https://github.com/tcpstore-async/tcpstore_async"
 RAW = "https://raw.githubusercontent.com/tcpstore-async/tcpstore_async"
 
-BASES = [ROOT, PACKAGE, ROOT / "tests", ROOT / "tests" / "simulation", ROOT / "tests" / "conformance", ROOT / "bench"]
+BASES = [
+    ROOT,
+    PACKAGE,
+    ROOT / "deploy",
+    ROOT / "tests",
+    ROOT / "tests" / "simulation",
+    ROOT / "tests" / "conformance",
+    ROOT / "bench",
+]
 """Where a path in a page may begin."""
 
 OF_USERS = {"rank.py", "train.py", "report.md", "run.json", "run-TIME.json", "earlier.json", "loadgen.c", "compare.py"}
