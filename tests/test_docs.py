@@ -183,7 +183,7 @@ def test_every_relative_link_of_the_readme_is_absolute_on_pypi_and_leads_to_a_fi
     ours = [re.match(rf"{REPOSITORY}/blob/v{VERSION}/([^#]+)|{RAW}/v{VERSION}/(.+)", link) for link in links]
     there = [found[1] or found[2] for found in ours if found]
     assert len(there) == len(re.findall(r"\]\((?!https?:|#)", (ROOT / "README.md").read_text()))
-    assert "bench/results/init.png" in there
+    assert "docs/page.png" in there
     assert [path for path in there if not (ROOT / path).exists()] == []
 
 

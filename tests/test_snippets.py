@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -50,8 +50,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
-    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(text: str, *languages: str) -> list[str]:
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 class Reader:
@@ -155,10 +155,6 @@ class Reader:
                 said, _ = shell.communicate(timeout=LIMIT)
                 assert shell.returncode == 0, f"{line}: {said}{self._log()}"
 
-    def leave(self) -> None:
-        for shell in self.running.values():
-            _end(shell)
-
 
 def _end(shell: subprocess.Popen[str]) -> None:
     """End a process and those that it has started."""
@@ -169,35 +165,42 @@ def _end(shell: subprocess.Popen[str]) -> None:
         shell.stdout.close()
 
 
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    with ExitStack() as stack:
-        made = Reader(tmp_path)
-        stack.callback(made.leave)
-        yield made
-        made.done()
+@contextmanager
+def reading(folder: Path) -> Iterator[Reader]:
+    folder.mkdir()
+    reader = Reader(folder)
+    try:
+        yield reader
+        reader.done()
+    finally:
+        for shell in reader.running.values():
+            _end(shell)
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Yield the command lines of a page's blocks."""
-    for text in blocks(page, "sh", "bash", "console"):
-        shows = re.search(r"^\$ ", text, re.MULTILINE)
-        for line in text.replace("\\\n", " ").splitlines():
+def commands(text: str) -> Iterator[str]:
+    """Yield the command lines of a text's blocks."""
+    for block in blocks(text, "sh", "bash", "console"):
+        shows = re.search(r"^\$ ", block, re.MULTILINE)
+        for line in block.splitlines():
             if line.strip() and not line.startswith("#") and (not shows or line.startswith("$ ")):
                 yield line.removeprefix("$ ")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands(page: Path, reader: Reader) -> None:
-    """A page's commands work one after the other, with a server at the default address where the page has none."""
-    reader.type("tcpstore serve --port 29500")
-    reader.environment["TCPSTORE_URL"] = f"tcp://127.0.0.1:{reader.ports['29500']}"
-    if page.stem == "tutorial":
-        program = next(text for text in blocks(page, "python") if "RANK" in text)
-        (reader.folder / "rank.py").write_text(program.replace("29600", str(free_port())))
-    for line in commands(page):
-        reader.type(line)
+def test_commands(page: Path, tmp_path: Path) -> None:
+    """The commands of a section work one after the other, with a server at the default address if none is started."""
+    for number, text in enumerate(re.split(r"^#+ (?=[^\n]*\n\n)", page.read_text(), flags=re.MULTILINE)):
+        lines = list(commands(text))
+        if not lines:
+            continue
+        with reading(tmp_path / str(number)) as reader:
+            reader.type("tcpstore serve --port 29500")
+            reader.environment["TCPSTORE_URL"] = f"tcp://127.0.0.1:{reader.ports['29500']}"
+            for program in blocks(text, "python"):
+                (reader.folder / "rank.py").write_text(program.replace("29600", str(free_port())))
+            for line in lines:
+                reader.type(line)
 
 
 PRELUDE = """
@@ -208,10 +211,11 @@ rank, world_size, store = 0, 1, tcpstore_async.HashStore()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "tutorial"], ids=lambda page: page.stem)
-def test_programs(page: Path, reader: Reader) -> None:
-    for number, text in enumerate(blocks(page, "python")):
-        (reader.folder / f"part{number}.py").write_text(PRELUDE + text)
-        reader.type(f"python part{number}.py")
+def test_programs(page: Path, tmp_path: Path) -> None:
+    with reading(tmp_path / "here") as reader:
+        for text in blocks(page.read_text(), "python"):
+            (reader.folder / "program.py").write_text(PRELUDE + text)
+            reader.type("python program.py")
 
 
 def test_command_lines_in_sentences() -> None:
