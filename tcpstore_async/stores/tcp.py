@@ -52,6 +52,7 @@ from ..client.store_name import (
 from ..client.sync_client import TCPClient
 from ..client.tls import checked
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
+from ..client.url_variables import advice_for_stores
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.auth import ALL, REMOTE
 from ..wire.commands import WORKERS_KEY
@@ -172,7 +173,8 @@ class TCPStore(Store):
         self._libuv = _use_libuv(use_libuv)
         deadline = Deadline(self._timeout, self._began)
         is_master = to_bool("is_master", is_master)
-        self._server = None if _is_agent_server(host_name, port) else find_server(server)
+        of_agent = _is_agent_server(host_name, port)
+        self._server = None if of_agent else find_server(server)
         wanted = None if tls is None else to_bool("tls", tls)
         files = files_from_environment() if wants_tls(wanted, self._server) else None
         if files is not None:
@@ -202,8 +204,10 @@ class TCPStore(Store):
             if hosted is not None and ranks is not None and wait_for_workers:
                 _wait_for_workers(self._client, ranks, deadline)
                 hosted.complete()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if type(error) is DistNetworkError and server is None and not of_agent and (advice := advice_for_stores()):
+                raise DistNetworkError(f"{error} {advice}") from None
             raise
 
     def _use_name(self, port: int, ranks: int | None, deadline: Deadline, listen_fd: int | None) -> None:
