@@ -84,10 +84,10 @@ does not read."""
 class TCPStore(Store):
     """A client of a TCPStore server and, with `is_master`, the server: a drop-in for `torch.distributed.TCPStore`.
 
-    The server runs in a separate process and listens on every interface, until the last store that owns it is closed or
-    its owner ends. With `world_size` and `wait_for_workers`, the master's constructor returns once that many ranks have
-    joined, and every other rank's once that rank has. The constructor takes at most `timeout` (a timedelta or seconds),
-    which also applies to later calls.
+    The server runs in a separate process and listens on `bind_host`, by default on every interface, until the last
+    store that owns it is closed or its owner ends. With `world_size` and `wait_for_workers`, the master's constructor
+    returns once that many ranks have joined, and every other rank's once that rank has. The constructor takes at most
+    `timeout` (a timedelta or seconds), which also applies to later calls.
 
     Every connection presents the `token`, if there is one; by default it is that of TCPSTORE_TOKEN, or of the file
     TCPSTORE_TOKEN_FILE. A master's server then admits only clients with the same token, or that of the environment.
