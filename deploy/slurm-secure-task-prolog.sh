@@ -3,8 +3,8 @@
 # first task starts a relay with the token that slurm-secure-prolog.sh has made; all tasks are told to use it.
 #
 # The relay admits only processes of the job's user: another user's job on the node cannot use it. It belongs to the step, so
-# Slurm ends it with the step. The server keeps jobs apart by their keys, so each rank joins as a client whose keys begin with
-# the job's number: TCPSTORE_INSTALL has PyTorch's env:// do so. Change STORE.
+# Slurm ends it with the step. The server keeps jobs apart by their stores: TCPSTORE_SERVER_URL and TCPSTORE_INSTALL make
+# PyTorch's env:// take MASTER_ADDR and MASTER_PORT for the name of a store, which rank 0 owns. Change STORE.
 #
 # The kernel chooses the relay's port, and the tasks read it in the job's own folder: on a port that can be foretold, another
 # user's process could listen first, and the ranks would take it for their relay, and unpickle what it sends.
@@ -29,9 +29,7 @@ until [ -s "$port_file" ]; do
     fi
     sleep 0.1
 done
-echo "export MASTER_ADDR=127.0.0.1"
-echo "export MASTER_PORT=$(cat "$port_file")"
 echo "export TCPSTORE_INSTALL=1"
-echo "export TCPSTORE_JOIN=1"
-echo "export TCPSTORE_JOB=$SLURM_JOB_ID"
-echo "export TCPSTORE_ATTEMPT=${SLURM_RESTART_COUNT:-0}"
+echo "export TCPSTORE_SERVER_URL=tcp://127.0.0.1:$(cat "$port_file")"
+echo "export MASTER_ADDR=job-$SLURM_JOB_ID"
+echo "export MASTER_PORT=29500"

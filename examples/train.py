@@ -2,9 +2,10 @@
 
     TCPSTORE_INSTALL=1 MASTER_ADDR=localhost MASTER_PORT=29555 WORLD_SIZE=2 RANK=0 python examples/train.py
 
-On a running server (`tcpstore serve --host 0.0.0.0`), where every rank is a client and jobs have different names:
+On a running server (`tcpstore serve --host ::` on HOST), where the address is only the name of the job's store:
 
-    TCPSTORE_INSTALL=1 TCPSTORE_JOIN=1 TCPSTORE_JOB=experiment MASTER_ADDR=… RANK=… python examples/train.py
+    export TCPSTORE_INSTALL=1 TCPSTORE_SERVER_URL=tcp://HOST:29500
+    MASTER_ADDR=job-1 MASTER_PORT=1 WORLD_SIZE=2 RANK=0 python examples/train.py
 """
 
 import torch

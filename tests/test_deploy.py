@@ -720,7 +720,9 @@ def test_a_job_with_a_token_of_its_own(tmp_path: Path, cluster: dict[str, str]) 
             said = [task.communicate(timeout=LIMIT)[0] for task in tasks]
             assert said[0] == said[1]
             exported = dict(line.removeprefix("export ").split("=", 1) for line in said[0].splitlines())
-            assert exported["MASTER_PORT"] != "20017"  # nor another port on which a stranger could listen first
+            assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("job-17", "29500")
+            relay = exported["TCPSTORE_SERVER_URL"]
+            assert not relay.endswith(":20017")  # nor another port on which a stranger could listen first
             ranks = [
                 subprocess.Popen(
                     [sys.executable, "-c", JOINING], env={**cluster, **exported, "RANK": str(rank), "WORLD_SIZE": "2"},

@@ -30,7 +30,8 @@ class StoreTimeoutError(DistStoreError):
         self.missing_ranks: list[int] = []
         """The first 256 ranks known not to have written these keys, or not to have arrived."""
         self.elsewhere: list[str] = []
-        """What missing but connected ranks do, at most 8: `rank 3 (node1, pid 12) is waiting for x, for 70 s`."""
+        """What missing but connected ranks do, at most 8: `rank 3 (node1, pid 12) is waiting for x, for 70 s`. If their
+        ranks are not known, the connections that have not arrived, unless there are more of them than missing ranks."""
 
 
 class MissingRanksError(StoreTimeoutError):
@@ -53,7 +54,7 @@ class QueueEmptyError(DistStoreError):
 
 
 class AccessDeniedError(DistStoreError):
-    """The client's token does not allow the call, or the server refused the token. PyTorch has no such error."""
+    """The token does not allow the call or was refused, or the server requires TLS. PyTorch has no such error."""
 
     def __init__(self, *args: object, final: bool = False) -> None:
         super().__init__(*args)

@@ -23,6 +23,7 @@ _COMMANDS: Final = ProgramCommands(
         "delete": "cli.client:delete",
         "doctor": "tools.doctor.command:doctor_command",
         "get": "cli.client:get",
+        "help": "cli.help:help_command",
         "http": "tools.web.command:http_command",
         "info": "tools.look.look:info",
         "keys": "tools.look.look:keys",

@@ -7,6 +7,7 @@ from typing import IO, Any, Final, cast
 import click
 
 from ..base.interrupts import reset_sigint
+from .options import ConnectionOption
 from .output import print_error
 
 _OPTIONS: Final = (
@@ -23,7 +24,20 @@ _OPTIONS: Final = (
 """Options of client commands that may precede the name. Each takes a value."""
 
 
-class Commands(click.Group):
+class Group(click.Group):
+    """A group whose commands refer to 'tcpstore help connection' in the last line of their help."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            names = [one.opts[0] for one in command.params if isinstance(one, ConnectionOption)]
+            shown = dict.fromkeys("--tls-*" if name.startswith("--tls-") else name for name in names)
+            if shown:
+                command.epilog = f"See 'tcpstore help connection' for {', '.join(shown)}."
+        return command
+
+
+class Commands(Group):
     """A group that accepts the options of a client command before its name.
 
     `tcpstore --url URL get KEY` is `tcpstore get --url URL KEY`.

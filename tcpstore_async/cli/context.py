@@ -20,7 +20,8 @@ from ..base.addresses import unbracketed
 from ..base.errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
-from .options import Decorator, add_options
+from ..client.url_variables import COMMANDS_URL, advice_for_commands
+from .options import ConnectionOption, Decorator, add_options
 from .output import ProgressLine, print_error, print_json, print_result, stdout_is_closed
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class ClientContext:
         self.token_file = token_file
         self.store = store or None
         self.waits = waits
+        self.is_default = False
+        """Whether the address is the default one, since none was given."""
 
     def run(
         self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None, awaited: str = ""
@@ -180,6 +183,9 @@ class ClientContext:
             yield "127.0.0.1", relay.port
 
     def fail(self, text: str, status: int) -> NoReturn:
+        advice = advice_for_commands() if self.is_default and status in (TIMED_OUT, UNREACHABLE) else ""
+        if advice:
+            text = f"{text} {advice}"
         print_error(text, status, self.output)
         sys.exit(status)
 
@@ -266,11 +272,12 @@ def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> Ser
 ParseUrl = Callable[[click.Context, click.Parameter, str], ServerUrl | HttpUrl]
 
 
-def url_option(text: str, parse: ParseUrl = parse_url) -> Decorator:
+def url_option(text: str, parse: ParseUrl = parse_url, cls: type[click.Option] = click.Option) -> Decorator:
     """Return the option --url with this help, converted by `parse`."""
     return click.option(
         "--url",
-        envvar="TCPSTORE_URL",
+        cls=cls,
+        envvar=COMMANDS_URL,
         default=DEFAULT_URL,
         show_default=True,
         show_envvar=True,
@@ -281,7 +288,9 @@ def url_option(text: str, parse: ParseUrl = parse_url) -> Decorator:
 
 tls_client_options: Final = add_options(
     *[
-        click.option(name, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text)
+        click.option(
+            name, cls=ConnectionOption, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text
+        )
         for name, variable, text in (
             ("--tls-ca", CA, "For tcps://, trust these CAs (PEM) instead of the system's."),
             ("--tls-cert", CERT, "For tcps://, present this client certificate (PEM) to the server."),
@@ -308,6 +317,7 @@ output_option = click.option(
 
 token_file_option = click.option(
     "--token-file",
+    cls=ConnectionOption,
     type=click.Path(),
     metavar="FILE",
     help="File with the token to present; default: TCPSTORE_TOKEN, or the file named by TCPSTORE_TOKEN_FILE.",
@@ -354,16 +364,15 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
 
     The context also has the values of --store and --wait, if the command has these options.
     """
-    return _with_context(function, url_option("Address of the server; tcps://HOST:PORT for TLS."))
+    return _with_context(function, parse_url)
 
 
 def looking_command(function: Callable[..., None]) -> Callable[..., None]:
     """Do the same for a command that may also query the HTTP process of a server elsewhere."""
-    text = "Address of the server, on this machine, or http://HOST:PORT of its HTTP process, anywhere."
-    return _with_context(function, url_option(text, _parse_any_url))
+    return _with_context(function, _parse_any_url)
 
 
-def _with_context(function: Callable[..., None], url_option: Decorator) -> Callable[..., None]:
+def _with_context(function: Callable[..., None], parse: ParseUrl) -> Callable[..., None]:
     def command(
         url: ServerUrl | HttpUrl,
         timeout: float,
@@ -377,17 +386,28 @@ def _with_context(function: Callable[..., None], url_option: Decorator) -> Calla
         **given: Any,
     ) -> None:
         files = TlsFiles(tls_ca, tls_cert, tls_key)
-        function(ClientContext(url, timeout, output, files, token_file, store, wait), **given)
+        context = ClientContext(url, timeout, output, files, token_file, store, wait)
+        source = click.get_current_context().get_parameter_source("url")
+        context.is_default = source is click.core.ParameterSource.DEFAULT
+        function(context, **given)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
     command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     timeout_option = click.option(
         "--timeout",
+        cls=ConnectionOption,
         type=float,
         default=10.0,
         show_default=True,
         callback=parse_seconds,
         help="Timeout in seconds; negative for none.",
     )
-    return add_options(token_file_option, url_option, timeout_option, output_option, tls_client_options)(command)
+    url = url_option(
+        "Address of the server: HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. who, waiters, stat, top and "
+        "stores also take http://HOST:PORT, that of its HTTP process; otherwise, commands that query the admin socket "
+        "need an address of this machine.",
+        parse,
+        ConnectionOption,
+    )
+    return add_options(output_option, url, timeout_option, token_file_option, tls_client_options)(command)

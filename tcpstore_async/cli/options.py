@@ -20,6 +20,17 @@ def add_options(*options: Decorator) -> Decorator:
     return add
 
 
+class ConnectionOption(click.Option):
+    """An option that the help of a command leaves out, since many have it: 'tcpstore help connection' describes it."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return None
+
+    def describe(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the names and the help of the option."""
+        return super().get_help_record(ctx)
+
+
 class Seconds(click.FloatRange):
     """A range of seconds that rejects NaN, which no bound excludes."""
 

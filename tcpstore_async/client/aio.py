@@ -37,6 +37,7 @@ from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server
 from .tls import checked, serve
 from .tls_settings import files_from_environment, wants_tls
+from .url_variables import advice_for_stores
 
 log = logging.getLogger("tcpstore_async.client")
 
@@ -129,7 +130,12 @@ class AsyncTCPStore:
         if url is not None:
             name = StoreName.at(to_host("host", host), to_port("port", port))
             host, port = url.host, url.port
-        return await cls._connect(host, port, timeout, token, wants_tls(tls, url), tls_files, name)
+        try:
+            return await cls._connect(host, port, timeout, token, wants_tls(tls, url), tls_files, name)
+        except DistNetworkError as error:
+            if type(error) is DistNetworkError and server is None and (advice := advice_for_stores()):
+                raise DistNetworkError(f"{error} {advice}") from None
+            raise
 
     @classmethod
     async def _connect(

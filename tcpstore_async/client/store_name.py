@@ -36,9 +36,7 @@ from ..wire.values import unpack
 from . import requests
 from .interfaces import global_addresses
 from .server_url import ServerUrl, parse_server_url
-
-SERVER_URL: Final = "TCPSTORE_SERVER_URL"
-"""Environment variable: the server that holds all stores of this process, under names."""
+from .url_variables import SERVER_URL
 
 ATTEMPT: Final = "TCPSTORE_ATTEMPT"
 

@@ -6,6 +6,7 @@ own variables and parameters (TCPSTORE_JOIN, `join`). This module must not know 
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
@@ -14,7 +15,8 @@ from urllib.parse import ParseResult, quote, urlparse, urlunparse
 
 from ..base.addresses import unbracketed
 from ..base.coercion import Timeout
-from ..client.server_url import bracket_hint
+from ..client.server_url import ServerUrl, bracket_hint
+from ..client.url_variables import SERVER_URL
 from .base import Store
 from .file import FileStore
 from .prefix import PrefixStore
@@ -122,8 +124,7 @@ def read_tcp(url: str) -> Place:
     rank, world_size = _ranks(query, "tcp")
     if parts.hostname is None:
         raise AssertionError("hostname cannot be None")
-    place = _place(parts.hostname, port, rank, world_size, query)
-    return place._replace(tls=True) if parts.scheme == "tcps" else place
+    return _place(parts.hostname, port, rank, world_size, query, True if parts.scheme == "tcps" else None)
 
 
 def read_env(url: str) -> Place:
@@ -178,13 +179,33 @@ def _ranks(query: dict[str, str], scheme: str) -> tuple[int, int]:
     return int(query["rank"]), int(query["world_size"])
 
 
-def _place(host: str, port: int, rank: int, world_size: int, query: dict[str, str]) -> Place:
+def _place(host: str, port: int, rank: int, world_size: int, query: dict[str, str], tls: bool | None = None) -> Place:
     """Build a `Place`. The query has precedence over the environment; any use_libuv other than 1 means no."""
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     join = query.get("join", os.environ.get("TCPSTORE_JOIN", "")) or "0"
     if join not in ("0", "1"):
         raise ValueError(f"TCPSTORE_JOIN or the URL's join parameter must be 0 or 1, not {join!r}")
-    return Place(host, port, rank, world_size, libuv, _job_prefix() if join == "1" else "")
+    prefix = ""
+    if join == "1":
+        prefix = _job_prefix()
+        _warn_of_joining(ServerUrl(host, port, tls is True))
+    return Place(host, port, rank, world_size, libuv, prefix, tls)
+
+
+_warned = False
+
+
+def _warn_of_joining(server: ServerUrl) -> None:
+    """Name what replaces TCPSTORE_JOIN, once in a process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"TCPSTORE_JOIN (join=1) and TCPSTORE_JOB are deprecated: set {SERVER_URL}={server}, and let the address "
+            "name the store of the job, for example MASTER_ADDR=job-17 MASTER_PORT=1",
+            FutureWarning,
+            stacklevel=2,
+        )
 
 
 def _variable(name: str) -> str:

@@ -52,6 +52,7 @@ from ..client.store_name import (
 from ..client.sync_client import TCPClient
 from ..client.tls import checked
 from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
+from ..client.url_variables import advice_for_stores
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.auth import ALL, REMOTE
 from ..wire.commands import WORKERS_KEY
@@ -83,10 +84,10 @@ does not read."""
 class TCPStore(Store):
     """A client of a TCPStore server and, with `is_master`, the server: a drop-in for `torch.distributed.TCPStore`.
 
-    The server runs in a separate process and listens on every interface, until the last store that owns it is closed or
-    its owner ends. With `world_size` and `wait_for_workers`, the master's constructor returns once that many ranks have
-    joined, and every other rank's once that rank has. The constructor takes at most `timeout` (a timedelta or seconds),
-    which also applies to later calls.
+    The server runs in a separate process and listens on `bind_host`, by default on every interface, until the last
+    store that owns it is closed or its owner ends. With `world_size` and `wait_for_workers`, the master's constructor
+    returns once that many ranks have joined, and every other rank's once that rank has. The constructor takes at most
+    `timeout` (a timedelta or seconds), which also applies to later calls.
 
     Every connection presents the `token`, if there is one; by default it is that of TCPSTORE_TOKEN, or of the file
     TCPSTORE_TOKEN_FILE. A master's server then admits only clients with the same token, or that of the environment.
@@ -172,7 +173,8 @@ class TCPStore(Store):
         self._libuv = _use_libuv(use_libuv)
         deadline = Deadline(self._timeout, self._began)
         is_master = to_bool("is_master", is_master)
-        self._server = None if _is_agent_server(host_name, port) else find_server(server)
+        of_agent = _is_agent_server(host_name, port)
+        self._server = None if of_agent else find_server(server)
         wanted = None if tls is None else to_bool("tls", tls)
         files = files_from_environment() if wants_tls(wanted, self._server) else None
         if files is not None:
@@ -202,8 +204,10 @@ class TCPStore(Store):
             if hosted is not None and ranks is not None and wait_for_workers:
                 _wait_for_workers(self._client, ranks, deadline)
                 hosted.complete()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if type(error) is DistNetworkError and server is None and not of_agent and (advice := advice_for_stores()):
+                raise DistNetworkError(f"{error} {advice}") from None
             raise
 
     def _use_name(self, port: int, ranks: int | None, deadline: Deadline, listen_fd: int | None) -> None:

@@ -4,7 +4,7 @@ The program `table_probes.py ours|torch` makes every call on every kind of store
 processes of its own, and prints each outcome as a line of JSON. Every call gets an empty store.
 
 A call that may wait for ever on one side is made in a thread and ended from outside. Calls that read invalid memory or
-crash the process in PyTorch are left out; the docstring of tools/make_method_table.py lists them.
+crash the process in PyTorch are left out; the docstring of tools/make_reference.py lists them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from client.test_resumed import resetter
-from support import LIMIT, Server, in_child, tcpstore_relay, tcpstore_server, torch_server, until
+from support import LIMIT, Server, free_port, in_child, tcpstore_relay, tcpstore_server, torch_server, until
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.client import aio, connect
 from tcpstore_async.client.admin import ask
@@ -383,6 +383,39 @@ def test_the_variable(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         hosted.set("k", "v")
         assert rank.get("k") == b"v"
+
+
+@pytest.mark.parametrize("client", ["TCPStore", "AsyncTCPStore"])
+def test_only_the_variable_of_the_commands_is_set(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a store that nobody hosts says so, unless its address is meant."""
+    monkeypatch.delenv("TCPSTORE_SERVER_URL", raising=False)
+    monkeypatch.setenv("TCPSTORE_URL", "tcp://node7:29500")
+    port = free_port()
+
+    def error(server: str | None) -> str:
+        with pytest.raises(DistNetworkError) as raised:
+            if client == "TCPStore":
+                TCPStore("127.0.0.1", port, timeout=0.1, server=server)
+            else:
+                asyncio.run(AsyncTCPStore.connect("127.0.0.1", port, timeout=0.1, server=server))
+        return str(raised.value)
+
+    advice = " (TCPSTORE_URL is for the tcpstore command; to have named stores on that server, set TCPSTORE_SERVER_URL)"
+    assert error(None).endswith(advice)
+    assert "TCPSTORE" not in error("")
+    monkeypatch.delenv("TCPSTORE_URL")
+    assert "TCPSTORE" not in error(None)
+
+
+def test_the_agents_own_store_needs_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is always an address."""
+    port = free_port()
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for variable, text in {**agent, "TCPSTORE_URL": "tcp://node7:29500"}.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(DistNetworkError) as raised:
+        TCPStore("127.0.0.1", port, timeout=0.1)
+    assert "TCPSTORE" not in str(raised.value)
 
 
 # Names

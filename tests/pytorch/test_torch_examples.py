@@ -79,9 +79,9 @@ def test_the_environment_alone(port: int) -> None:
         printed = run_forked(
             "train.py",
             world=2,
-            MASTER_PORT=str(server.port),
+            MASTER_ADDR="job-1",
+            MASTER_PORT="1",
             TCPSTORE_INSTALL="1",
-            TCPSTORE_JOIN="1",
-            TCPSTORE_JOB="experiment",
+            TCPSTORE_SERVER_URL=f"tcp://127.0.0.1:{server.port}",
         )
     assert printed == ["2 ranks, sum 1\n", ""]

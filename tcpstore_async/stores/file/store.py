@@ -58,7 +58,7 @@ class FileStore(Store):
     does not count as another one.
 
     All methods raise DistStoreError, naming the file, if it cannot be used, and StoreTimeoutError if it stays locked or
-    missing for the whole timeout. `add` raises ValueError if the value is not a number.
+    missing for the whole timeout, which is `timeout` at first. `add` raises ValueError if the value is not a number.
     """
 
     def __init__(

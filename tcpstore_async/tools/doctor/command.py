@@ -18,6 +18,7 @@ from ...cli.context import (
 )
 from ...cli.output import escape, print_json, print_result
 from ...client.server_url import ServerUrl
+from ...client.url_variables import COMMANDS_URL
 
 _INDENT: Final = 6
 _COLUMN: Final = 18
@@ -40,7 +41,7 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 )
 @click.option(
     "--url",
-    envvar="TCPSTORE_URL",
+    envvar=COMMANDS_URL,
     show_envvar=True,
     callback=_parse_url,
     help="Check the connection to this server too.",

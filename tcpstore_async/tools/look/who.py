@@ -14,6 +14,7 @@ import msgspec
 from ...base.addresses import format_address
 from ...base.errors import counted
 from ...base.keys import caller_key
+from ...cli.commands import Group
 from ...cli.context import ClientContext, client_command, looking_command
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import ask
@@ -105,7 +106,7 @@ def clients(context: ClientContext, admin: Path | None) -> None:
     _print(context, rows, lambda: _table(columns, rows))
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=Group, invoke_without_command=True)
 @admin_option
 @looking_command
 def stores(context: ClientContext, admin: Path | None) -> None:

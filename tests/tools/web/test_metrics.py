@@ -170,8 +170,12 @@ def test_the_dashboard_shows_every_metric() -> None:
 
 
 def test_the_reference_has_every_metric() -> None:
-    table = (ROOT / "docs" / "reference.md").read_text().partition("\n## Metrics\n")[2]
-    rows = dict(re.findall(r"^\| `(tcpstore_\w+)(?:\{\w+(?:, \w+)*\})?` \| (\w+) \|", table, re.MULTILINE))
+    section = (ROOT / "docs" / "reference.md").read_text().partition("\n## Metrics\n")[2]
+    rows = {
+        name: kind
+        for kind, table in re.findall(r"^\| (\w+) \| \|\n((?:\|.*\n)+)", section, re.MULTILINE)
+        for name in re.findall(r"^\| `(tcpstore_\w+)(?:\{\w+(?:, \w+)*\})?` \|", table, re.MULTILINE)
+    }
     families = {}
     for family in text_string_to_metric_families(expose(counters(), "")[1].decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name

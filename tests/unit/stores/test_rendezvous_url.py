@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import tcpstore_async
-from support import tcpstore_server
+from support import LIMIT, tcpstore_server
 from tcpstore_async import StoreTimeoutError, rendezvous
 from tcpstore_async.stores.rendezvous_url import Place, read_env, read_file, read_tcp
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:TCPSTORE_JOIN:FutureWarning"),
+]
 
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -136,6 +141,29 @@ def test_several_agents_require_a_round(monkeypatch: pytest.MonkeyPatch) -> None
     assert read_tcp(url).prefix == "job/5eed"
     monkeypatch.setenv("TCPSTORE_ATTEMPT", "7")
     assert read_tcp(url).prefix == "job/7", "the user's value has precedence"
+
+
+def test_joining_warns_once_and_names_what_replaces_it() -> None:
+    """Later stores are silent, and so are programs that do not join."""
+    program = """
+import os, warnings
+from tcpstore_async.stores.rendezvous_url import read_env, read_tcp
+warnings.simplefilter("always")
+read_env("env://")
+os.environ.update(TCPSTORE_JOIN="1", TCPSTORE_JOB="job", TCPSTORE_ATTEMPT="2")
+for _ in range(2):
+    read_env("env://")
+    read_tcp("tcps://h:1?rank=0&world_size=2")
+"""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True, timeout=LIMIT
+    )
+    [line] = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+    assert line.partition("FutureWarning: ")[2] == (
+        "TCPSTORE_JOIN (join=1) and TCPSTORE_JOB are deprecated: set TCPSTORE_SERVER_URL=tcp://[::1]:29500, and let "
+        "the address name the store of the job, for example MASTER_ADDR=job-17 MASTER_PORT=1"
+    )
 
 
 def test_slash_in_a_job_name_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
