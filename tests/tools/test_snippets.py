@@ -22,7 +22,7 @@ import pytest
 from support import LIMIT, free_port
 from tcpstore_async.cli import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("tutorial", "pytorch", "operate", "hangs"))]
 
 ELSEWHERE = {
