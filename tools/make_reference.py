@@ -346,7 +346,9 @@ def render_errors() -> str:
     names = [getattr(tcpstore_async, name) for name in tcpstore_async.__all__]
     found = [one for one in names if isinstance(one, type) and issubclass(one, Exception)]
     found.sort(key=lambda one: [base.__name__ for base in reversed(one.__mro__)])
-    rows = [f"| `{one.__name__}` | `{one.__base__.__name__}` | {_first_sentence(one.__doc__ or '')} |" for one in found]
+    rows = [
+        f"| `{one.__name__}` | `{one.__bases__[0].__name__}` | {_first_sentence(one.__doc__ or '')} |" for one in found
+    ]
     return "\n".join(["| error | base | |", "|---|---|---|", *rows])
 
 

@@ -4,9 +4,9 @@ Invariant: a URL and an environment mean the same as in PyTorch, errors included
 own variables and parameters (TCPSTORE_JOIN, `join`). This module must not know how stores work.
 """
 
+import logging
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
@@ -21,6 +21,8 @@ from .base import Store
 from .file import FileStore
 from .prefix import PrefixStore
 from .tcp import TCPStore
+
+log = logging.getLogger("tcpstore_async.stores")
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 
@@ -200,11 +202,11 @@ def _warn_of_joining(server: ServerUrl) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
-            f"TCPSTORE_JOIN (join=1) and TCPSTORE_JOB are deprecated: set {SERVER_URL}={server}, and let the address "
-            "name the store of the job, for example MASTER_ADDR=job-17 MASTER_PORT=1",
-            FutureWarning,
-            stacklevel=2,
+        log.warning(
+            "TCPSTORE_JOIN (join=1) and TCPSTORE_JOB are deprecated: set %s=%s, and let the address name the store of "
+            "the job, for example MASTER_ADDR=job-17 MASTER_PORT=1",
+            SERVER_URL,
+            server,
         )
 
 

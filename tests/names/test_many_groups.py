@@ -137,11 +137,9 @@ def test_the_launchers_own_stores_are_addresses(server: Server, tmp_path: Path) 
 
 JOINS = """
 import sys
-import warnings
 import tcpstore_async.torch
 import torch.distributed as dist
 
-warnings.filterwarnings("ignore", "TCPSTORE_JOIN", FutureWarning)
 tcpstore_async.torch.install(client=sys.argv[1])
 dist.init_process_group("gloo")
 dist.barrier()

@@ -341,7 +341,6 @@ def test_attributes(port: int, tmp_path: Path) -> None:
         assert table.clone() is table
 
 
-@pytest.mark.filterwarnings("ignore:TCPSTORE_JOIN:FutureWarning")
 def test_rendezvous_returns_torch_stores(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_JOB", "job")
     kept = len(stores._open)

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -440,7 +441,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # no rank needs to look at what all have in common
     warnings.filterwarnings("ignore", "You are using a Backend .* as a ProcessGroup")  # RPC's own use of it
-    warnings.filterwarnings("ignore", "TCPSTORE_JOIN", FutureWarning)
+    logging.getLogger("tcpstore_async.stores").addFilter(lambda record: "TCPSTORE_JOIN" not in record.msg)
     for line in sys.stdin:
         job = json.loads(line)
         ranks = [Forked(rank, job) for rank in range(job["world"])]
