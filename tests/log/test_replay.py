@@ -83,6 +83,8 @@ async def test_clients_whose_connections_break(through_relay: bool, seed: int) -
 
 async def run(server: UvServer, port: int, rng: random.Random) -> None:
     stores = [await AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0) for _ in range(4)]
+    for store in stores:  # from its first call on, a store survives its connection
+        await store.server()
     cutting = asyncio.ensure_future(cut(server, rng, 150))
     await asyncio.gather(*(use(store, number, rng) for number, store in enumerate(stores)))
     cutting.cancel()
