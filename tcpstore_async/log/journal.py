@@ -1,0 +1,232 @@
+"""The files of a journal: a directory that one server holds.
+
+    LOCK          locked by that server
+    instance      which journal it is, in JSON
+    log-00000000  segments, in order
+    next          a segment of zeros, made ahead
+
+Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early.
+This module must not know what an event is, nor the engine.
+
+Invariants: files are the user's only. `append` returns when the record is with the kernel or, if the journal is synced,
+on the disk. After an error nothing more is written.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from .encoding import JournalError
+from .records import HEADER_BYTES, Chain, Reader, Record
+
+SEGMENT_BYTES: Final = 16 << 20
+
+_ZEROS: Final = bytes(1 << 20)
+
+
+class Journal:
+    """Reads the records of a directory, then appends to them."""
+
+    def __init__(self, folder: Path, sync: bool, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Lock the directory, which is made if need be.
+
+        With `sync`, records survive the machine. Raises JournalError, also for an OSError.
+        """
+        self.folder = folder
+        self.sync = sync
+        self.segment_bytes = segment_bytes
+        self.chain = Chain()
+        self._fd = -1
+        self._at = 0
+        """Where the next record goes, in the segment."""
+        self._size = 0
+        """Of the segment, in bytes."""
+        self._count = 0
+        """Of segments."""
+        self._ahead: threading.Thread | None = None
+        self._failed: OSError | None = None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"cannot use the directory {folder}: {error.strerror}") from None
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise JournalError(f"another server holds {folder}") from None
+            self.instance = self._read_instance()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _read_instance(self) -> str:
+        """Return the name of the journal, a new one where there is none."""
+        path = self.folder / "instance"
+        try:
+            found: Any = json.loads(path.read_text())
+            return str(found["instance"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise JournalError(f"cannot read {path}: {error}") from None
+        if self._segments():
+            raise JournalError(f"{self.folder} has segments, but no file named instance")
+        instance = secrets.token_hex(8)
+        made = path.with_suffix(".new")
+        try:
+            made.touch(0o600)
+            made.write_text(json.dumps({"instance": instance}) + "\n")
+            self._sync_file(made)
+            made.rename(path)
+            self._sync_folder()
+        except OSError as error:
+            raise JournalError(f"cannot write {path}: {error.strerror}") from None
+        return instance
+
+    # Reading
+
+    def read(self) -> Iterator[Record]:
+        """Yield all records; the next one is appended behind them. Raises JournalError."""
+        reader = Reader()
+        segments = self._segments()
+        for number, path in enumerate(segments):
+            if path.name != _name(number):
+                raise JournalError(f"{self.folder / _name(number)} is missing")
+            try:
+                data = path.read_bytes()
+                yield from reader.read(data)
+            except OSError as error:
+                raise JournalError(f"cannot read {path}: {error.strerror}") from None
+            except JournalError as error:
+                raise JournalError(f"{path}: {error}") from None
+            if number < len(segments) - 1 and any(data[reader.end : reader.end + 8]):
+                raise JournalError(f"{path}: the record at byte {reader.end} is damaged, and later segments follow")
+        self.chain = reader.chain
+        self._count = len(segments)
+        if segments:
+            self._open(segments[-1], reader.end)
+
+    def _segments(self) -> list[Path]:
+        return sorted(self.folder.glob("log-" + "[0-9]" * 8))
+
+    # Writing
+
+    def append(self, now: float, outputs: int, events: bytes) -> None:
+        """Write a record. Raises OSError; then nothing more may be written, as what is on the disk is not known."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            chain = self.chain
+            if self._fd < 0:
+                self._begin(0)
+            before = chain.number, chain.crc
+            record = chain.record(now, outputs, events)
+            if self._at + len(record) > self._size:
+                chain.number, chain.crc = before
+                self._begin(HEADER_BYTES + len(record))
+                record = chain.record(now, outputs, events)
+            self._write(record)
+            if self.sync:
+                os.fdatasync(self._fd)
+        except OSError as error:
+            self._failed = error
+            raise
+
+    def _begin(self, at_least: int) -> None:
+        """Begin the next segment."""
+        made = self.folder / "next"
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+        if not made.exists() or made.stat().st_size < at_least:
+            self._make(max(at_least, self.segment_bytes))
+        path = self.folder / _name(self._count)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._open(made, 0)
+        self._write(self.chain.header())
+        if self.sync:
+            os.fdatasync(self._fd)
+        made.rename(path)
+        self._sync_folder()
+        self._count += 1
+        self._ahead = threading.Thread(target=self._make_ahead, name="tcpstore journal", daemon=True)
+        self._ahead.start()
+
+    def _open(self, path: Path, at: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._size = os.fstat(self._fd).st_size
+        self._at = at
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, self._at)
+            self._at += count
+            view = view[count:]
+
+    def _make_ahead(self) -> None:
+        try:
+            self._make(self.segment_bytes)
+        except OSError:
+            pass  # whoever needs it makes it again, and is told
+
+    def _make(self, size: int) -> None:
+        """Make a segment of zeros."""
+        path = self.folder / "made"
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            left = size
+            while left:
+                left -= os.write(fd, _ZEROS[:left])
+            if self.sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        path.rename(self.folder / "next")
+
+    def _sync_file(self, path: Path) -> None:
+        if self.sync:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _sync_folder(self) -> None:
+        if self.sync:
+            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    # The end
+
+    def close(self) -> None:
+        """Let another server have the directory. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+        for fd in (self._fd, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock = -1
+
+    def remove(self) -> None:
+        """Remove what the journal has written: its stores have ended for good. Then close it."""
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+        for path in [self.folder / name for name in ("instance", "next", "made")] + self._segments():
+            path.unlink(missing_ok=True)
+        self.close()
+
+
+def _name(number: int) -> str:
+    return f"log-{number:08}"

@@ -1,0 +1,106 @@
+"""Records: the events of a turn as a journal keeps them, and the segments that these fill. Without I/O.
+
+A segment is a header and records, then zeros. A record is
+
+    u32 length, u32 crc, u64 number, f64 now, u32 outputs, events
+
+The length is that of everything behind the crc. The crc is chained: it goes on from that of the record before, or of
+the segment's header, which goes on from the segment before. So a block that is old, or in another place, is not
+accepted. `outputs` is a checksum of all that links were given since the record before. This module must not know what
+an event is.
+
+Invariant: what `Reader` returns was written, in this order, with nothing missing in between.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from .encoding import JournalError
+
+FORMAT: Final = 1
+"""Version of segments and records."""
+
+REPLAY: Final = 1
+"""Raised when the same events have another effect, or give a link other bytes, than in the version before."""
+
+_MAGIC: Final = b"tcpstore journal"
+_SEGMENT: Final = struct.Struct("<16sIIIQ")
+"""Magic, FORMAT, REPLAY, the crc of the last record before, the number of the first record."""
+
+_RECORD: Final = struct.Struct("<II")
+_FIXED: Final = struct.Struct("<QdI")
+
+HEADER_BYTES: Final = _SEGMENT.size + 4
+
+
+class Record(NamedTuple):
+    number: int
+    now: float
+    outputs: int
+    events: bytes
+
+
+class Chain:
+    """Where a journal ends: what the next record continues."""
+
+    def __init__(self) -> None:
+        self.number: int = 0
+        """Of the next record."""
+        self.crc: int = 0
+
+    def header(self) -> bytes:
+        """Return the header of a segment that begins here."""
+        header = _SEGMENT.pack(_MAGIC, FORMAT, REPLAY, self.crc, self.number)
+        self.crc = zlib.crc32(header, self.crc)
+        return header + self.crc.to_bytes(4, "little")
+
+    def record(self, now: float, outputs: int, events: bytes) -> bytes:
+        """Return the next record."""
+        body = _FIXED.pack(self.number, now, outputs) + events
+        self.crc = zlib.crc32(body, self.crc)
+        self.number += 1
+        return _RECORD.pack(len(body), self.crc) + body
+
+
+class Reader:
+    """Reads segments, one after the other."""
+
+    def __init__(self) -> None:
+        self.chain = Chain()
+        self.end: int = 0
+        """Where the last segment's records end, in bytes."""
+
+    def read(self, segment: bytes) -> Iterator[Record]:
+        """Yield the records of the next segment, up to the first that is not whole. Raises JournalError."""
+        chain = self.chain
+        if len(segment) < HEADER_BYTES:
+            raise JournalError("the header of the segment is not whole")
+        magic, form, replay, crc, number = _SEGMENT.unpack_from(segment)
+        if magic != _MAGIC:
+            raise JournalError("this is no segment of a journal")
+        if form != FORMAT or replay != REPLAY:
+            raise JournalError(
+                f"the segment was written in format {form} for replay {replay}; this version has {FORMAT} and {REPLAY}"
+            )
+        if (crc, number) != (chain.crc, chain.number):
+            raise JournalError(f"the segment continues record {number}, but record {chain.number} is the next")
+        if chain.header() != segment[:HEADER_BYTES]:
+            raise JournalError("the header of the segment is damaged")
+        view = memoryview(segment)
+        at = HEADER_BYTES
+        while len(segment) - at >= _RECORD.size:
+            size, crc = _RECORD.unpack_from(segment, at)
+            body = view[at + _RECORD.size : at + _RECORD.size + size]
+            if size < _FIXED.size or len(body) < size or zlib.crc32(body, chain.crc) != crc:
+                break
+            number, now, outputs = _FIXED.unpack_from(body)
+            if number != chain.number:
+                raise JournalError(f"record {number} stands where record {chain.number} is expected")
+            chain.crc = crc
+            chain.number += 1
+            at += _RECORD.size + size
+            self.end = at
+            yield Record(number, now, outputs, bytes(body[_FIXED.size :]))
+        self.end = at

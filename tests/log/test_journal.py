@@ -1,0 +1,274 @@
+"""Events as bytes, records, and the files that they fill: what is read is what was written, or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tcpstore_async.auth.access import Access
+from tcpstore_async.log.encoding import JournalError, decode, encode
+from tcpstore_async.log.events import RECEIVE, Event, Reference, Refused, Reply
+from tcpstore_async.log.journal import Journal
+from tcpstore_async.log.records import HEADER_BYTES, Chain, Reader, Record
+
+# Events
+
+TEXT = st.text(max_size=5)
+ACCESS = st.builds(Access, TEXT, st.sampled_from(["read", "write"]), TEXT, TEXT, st.integers(0, 9), TEXT)
+REFERENCES = st.builds(Reference, st.sampled_from(["session", "store", "link", "error"]), st.integers(0, 9) | TEXT)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXT | st.binary(max_size=9) | REFERENCES
+GIVEN = st.lists(PLAIN | st.floats(allow_nan=False) | ACCESS | st.tuples(PLAIN, PLAIN), max_size=3).map(tuple)
+ANSWERS = st.lists(
+    PLAIN | ACCESS | st.builds(Refused, st.integers(0, 9), st.integers(0, 9)) | st.builds(Reply, st.integers(0), TEXT),
+    max_size=2,
+).map(tuple)
+RECEIVED = st.builds(
+    lambda number, data, answers: Event(RECEIVE, Reference("session", number), (data,), 1.5, answers),
+    st.integers(1, 2**56 - 1), st.binary(max_size=50), ANSWERS,
+)  # fmt: skip
+CALLS = st.builds(Event, TEXT, REFERENCES, GIVEN, st.just(1.5), ANSWERS)
+EVENTS = st.lists(RECEIVED | CALLS, max_size=4)
+
+
+@given(EVENTS)
+def test_events_are_decoded_as_they_were(events: list[Event]) -> None:
+    found = decode(encode(events), 1.5)
+    assert found == events
+    assert [list(map(type, event)) for event in found] == [list(map(type, event)) for event in events]
+
+
+@given(EVENTS.filter(bool), st.data())
+def test_events_that_are_cut_are_not_decoded_otherwise(events: list[Event], data: st.DataObject) -> None:
+    encoded = encode(events)
+    cut = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    try:
+        found = decode(cut, 1.5)
+    except JournalError:
+        return
+    assert found == events[: len(found)]
+
+
+@given(st.binary(max_size=40) | st.binary(max_size=20).map(lambda data: struct.pack("<QI", 2, len(data)) + data))
+def test_anything_is_decoded_or_refused(data: bytes) -> None:
+    try:
+        decode(data, 0.0)
+    except JournalError:
+        pass
+
+
+def test_bytes_of_a_session_have_a_header_of_twelve_bytes() -> None:
+    assert encode([Event(RECEIVE, Reference("session", 7), (b"abc",), 0.0)]) == b"\1\7\0\0\0\0\0\0\3\0\0\0abc"
+
+
+# Records
+
+THREE = [Record(number, 1.5 * number, 7 * number, b"events %d" % number) for number in range(3)]
+
+
+def segment(records: list[Record], chain: Chain | None = None, zeros: int = 50) -> bytes:
+    chain = chain or Chain()
+    return chain.header() + b"".join(chain.record(*one[1:]) for one in records) + bytes(zeros)
+
+
+def read(*segments: bytes) -> list[Record]:
+    reader = Reader()
+    return [record for one in segments for record in reader.read(one)]
+
+
+def test_records_are_read_as_they_were() -> None:
+    assert read(segment(THREE)) == THREE
+
+
+def test_a_segment_that_is_cut_anywhere_has_the_records_before() -> None:
+    whole = segment(THREE, zeros=0)
+    ends = [len(segment(THREE[:count], zeros=0)) for count in range(4)]
+    for end in range(HEADER_BYTES, len(whole) + 1):
+        for rest in (b"", bytes(50)):
+            assert read(whole[:end] + rest) == THREE[: sum(one <= end for one in ends[1:])]
+
+
+def test_a_segment_of_which_a_byte_is_wrong_has_at_most_the_records_before() -> None:
+    whole = segment(THREE)
+    ends = [len(segment(THREE[:count], zeros=0)) for count in range(4)]
+    for at in range(len(whole) - 50):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x40
+        if at < HEADER_BYTES:
+            with pytest.raises(JournalError):
+                read(bytes(damaged))
+        else:
+            assert read(bytes(damaged)) == THREE[: sum(one <= at for one in ends[1:])]
+
+
+def test_a_record_that_was_somewhere_else_is_not_read() -> None:
+    """It is whole, but it goes on from another one."""
+    chain = Chain()
+    first = chain.header() + chain.record(*THREE[0][1:])
+    other = Chain()
+    other.header()
+    other.record(0.0, 0, b"another first")
+    assert read(first + other.record(*THREE[1][1:])) == THREE[:1]
+
+
+def test_segments_go_on_from_each_other() -> None:
+    chain = Chain()
+    segments = [segment([one], chain) for one in THREE]
+    assert read(*segments) == THREE
+    with pytest.raises(JournalError, match="continues record 2, but record 1 is the next"):
+        read(segments[0], segments[2])
+    with pytest.raises(JournalError, match="continues record 1, but record 0 is the next"):
+        read(segments[1])
+    with pytest.raises(JournalError, match="no segment of a journal"):
+        read(bytes(100))
+    with pytest.raises(JournalError, match="format 9"):
+        read(segments[0][:16] + b"\x09" + segments[0][17:])
+
+
+# Files
+
+
+def written(folder: Path) -> list[bytes]:
+    """Return the events of all records."""
+    journal = Journal(folder, False)
+    try:
+        return [record.events for record in journal.read()]
+    finally:
+        journal.close()
+
+
+def write(folder: Path, *events: bytes, **options: Any) -> str:
+    journal = Journal(folder, **{"sync": False, **options})
+    try:
+        list(journal.read())
+        for one in events:
+            journal.append(0.0, 0, one)
+        return journal.instance
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_journal_goes_on_where_it_ended(tmp_path: Path, sync: bool) -> None:
+    folder = tmp_path / "a" / "journal"
+    instance = write(folder, b"1", b"2", sync=sync)
+    assert write(folder, b"3", sync=sync) == instance
+    assert written(folder) == [b"1", b"2", b"3"]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert set(modes) == {"LOCK", "instance", "log-00000000", "next"}
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_segments_are_filled_one_after_the_other(tmp_path: Path) -> None:
+    """A record that fits into none has one of its own."""
+    events = [b"%d" % number * size for number, size in enumerate((10, 300, 3000, 100, 5000, 100, 100, 100))]
+    for one in events:
+        write(tmp_path, one, segment_bytes=1000)
+    assert written(tmp_path) == events
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("log-*"))]
+    assert len(sizes) > 3
+    assert set(sizes) > {1000}
+    write(tmp_path, *events, segment_bytes=1000)
+    assert written(tmp_path) == events + events
+
+
+def test_one_server_holds_a_directory(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, False)
+    with pytest.raises(JournalError, match=f"another server holds {tmp_path}"):
+        Journal(tmp_path, False)
+    journal.close()
+    Journal(tmp_path, False).close()
+
+
+def test_a_torn_record_is_written_over(tmp_path: Path) -> None:
+    write(tmp_path, b"1" * 100, b"2" * 100)
+    [path] = tmp_path.glob("log-*")
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 200] ^= 1
+    path.write_bytes(data)
+    write(tmp_path, b"3")
+    assert written(tmp_path) == [b"1" * 100, b"3"]
+
+
+def test_what_is_damaged_or_missing_in_the_middle_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
+    second = tmp_path / "log-00000001"
+    data = second.read_bytes()
+    second.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    with pytest.raises(JournalError, match=rf"{second}: the record at byte {HEADER_BYTES} is damaged, and later"):
+        written(tmp_path)
+    second.unlink()
+    with pytest.raises(JournalError, match=f"{second} is missing"):
+        written(tmp_path)
+    second.write_bytes(data)
+    (tmp_path / "instance").unlink()
+    with pytest.raises(JournalError, match="no file named instance"):
+        written(tmp_path)
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match=f"cannot use the directory {tmp_path}/file"):
+        Journal(tmp_path / "file", False)
+
+
+def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, False)
+    journal.append(0.0, 0, b"1")
+    fd, journal._fd = journal._fd, os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError, match="No space left on device"):
+        journal.append(0.0, 0, b"2")
+    os.close(journal._fd)
+    journal._fd = fd
+    with pytest.raises(OSError, match="No space left on device"):
+        journal.append(0.0, 0, b"3")
+    journal.close()
+    assert written(tmp_path) == [b"1"]
+
+
+def test_removing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, False)
+    journal.append(0.0, 0, b"1")
+    first = journal.instance
+    journal.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
+    assert write(tmp_path) != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_appended_survives_a_kill(tmp_path: Path, sync: bool) -> None:
+    """A process that is killed while it appends leaves all that it said it had, in order, and perhaps one more."""
+    said = 0
+    for _ in range(20):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                journal = Journal(tmp_path, sync, 4000)
+                number = sum(1 for _ in journal.read())
+                while True:
+                    journal.append(0.0, 0, b"%d " % number * (1 + number % 700))
+                    number += 1
+                    os.write(writing, struct.pack("<I", number))
+            finally:
+                os._exit(1)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            for _ in range(30):
+                said = max(said, *struct.unpack("<I", pipe.read(4)))
+            os.kill(child, signal.SIGKILL)
+            assert os.waitpid(child, 0)[1] == signal.SIGKILL
+            rest = pipe.read()
+        said = struct.unpack("<I", rest[-4:])[0] if rest else said
+        events = written(tmp_path)
+        assert said <= len(events) <= said + 1
+        assert events == [b"%d " % number * (1 + number % 700) for number in range(len(events))]
