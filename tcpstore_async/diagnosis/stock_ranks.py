@@ -18,7 +18,7 @@ from ..base.addresses import format_address
 from ..base.coercion import parse_digits
 from ..base.errors import counted
 from ..observe.similar_keys import Family
-from .facts import Departed, Facts, Members, Process, Session, group_by_process
+from .facts import AnySession, Departed, Facts, Members, Process, Session, group_by_process
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
 
 Environment = Mapping[str, str]
@@ -93,9 +93,10 @@ class Ranks:
 
     def _make(self) -> None:
         facts = self.facts
-        connected = facts.processes
         left: dict[Process, list[Departed]] = {}
         group_by_process(left, facts.departed.values())
+        introduced = _introduced(facts.processes, left)
+        connected, left = _moved(facts.processes, introduced), _moved(left, introduced)
         several: list[tuple[Sequence[Session], Sequence[Departed]]] = []
         by_session, everyone = self.by_session, self.all
         for process, found in connected.items():
@@ -138,7 +139,8 @@ class Ranks:
 
     def _add(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
         first = sessions[0] if sessions else departed[0]
-        rank = Rank(first.peer.get("host") or first.host, first.pid, first.peer, sessions, departed)
+        peer = first.peer or next((one.peer for one in departed if one.peer), first.peer)
+        rank = Rank(peer.get("host") or first.host, first.pid, peer, sessions, departed)
         for session in sessions:
             if session.id:
                 self.by_session[session.id] = rank
@@ -217,7 +219,9 @@ class Ranks:
 
     def _announced_size(self) -> int | None:
         announced = self.facts.server.get("joins")
-        if isinstance(announced, int) and announced > 0:
+        joining = self.facts.counters.get(JOIN_COUNTER)
+        joined = 0 if joining is None else joining.value
+        if isinstance(announced, int) and announced >= max(1, joined):  # a server of torchrun's agent expects one
             return announced
         for wait in map(attrgetter("wait"), self.facts.sessions):
             if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
@@ -234,6 +238,31 @@ def _overlap(actions: list[list[str]]) -> bool:
 
 def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
     return names_ranks(family), gloo_size(family, members.value_bytes) > 0, len(members.writers)
+
+
+def _introduced(*groups: Mapping[Process, Sequence[Session | Departed]]) -> dict[Process, Process]:
+    """Return, for processes with sessions of PyTorch's client, those that have introduced themselves and are the same.
+
+    With `install()`, a rank has sessions of both. The pid alone may be that of processes in two containers behind one
+    address: then several have introduced themselves, or the two have done what one rank does only once.
+    """
+    introduced: dict[Process, set[Process]] = defaultdict(set)
+    for group in groups:
+        for process, sessions in group.items():
+            if sessions[0].peer:
+                introduced[process[:2]].add(process)
+    return {process: next(iter(found)) for process, found in introduced.items() if len(found) == 1}
+
+
+def _moved(
+    group: dict[Process, list[AnySession]], introduced: Mapping[Process, Process]
+) -> dict[Process, list[AnySession]]:
+    if not any(map(group.__contains__, introduced)):
+        return group
+    moved: dict[Process, list[AnySession]] = {}
+    for process, sessions in sorted(group.items(), key=lambda item: item[0] in introduced):
+        moved.setdefault(introduced.get(process, process), []).extend(sessions)
+    return moved
 
 
 def _most_common(texts: "Mapping[str, int] | Counter[str | None]") -> int | None:

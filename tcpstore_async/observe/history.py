@@ -55,7 +55,7 @@ _MOST_ITEMS: Final = 1000
 """Pairs of one MULTI_SET that are noted, so that a long one does not hold the loop."""
 
 _RECORDED: Final = frozenset(
-    ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "cancel_wait")
+    ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "cancel_wait", "depart")
 )
 """Methods that are noted in their own way, which their rows do not imply."""
 
@@ -224,6 +224,8 @@ class History(Observer):
             return lambda key: self._deleted(key, call(key))
         if method == "barrier":
             return lambda key, size: self._entered(key, call(key, size))
+        if method == "depart":
+            return lambda: self._departed(call)
         assert method == "cancel_wait"
         return lambda: self._canceled(call)
 
@@ -312,6 +314,14 @@ class History(Observer):
         result = call()
         if session is not None and barrier is not None:
             self._enter(self._barrier(barrier), session)
+        return result
+
+    def _departed(self, call: Handler) -> Any:
+        session = self.store.serving
+        joined = None if session is None else session.joined  # it represents its rank no more, which has joined
+        result = call()
+        if session is not None and joined is not None:
+            self._enter(self._barrier(joined[0]), session)
         return result
 
     def _deleted(self, key: bytes, result: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from looking import World, environments
+from support import blob
 from tcpstore_async.diagnosis.missing import Missing, Pending
 
 GLOO = b"/default_pg/0//cpu//0/"
@@ -140,6 +142,51 @@ def test_a_rank_that_two_processes_claim() -> None:
     answer = world.missing()
     assert [(one.rank, one.by) for one in answer.claimed] == [(1, ["node, pid 1", "node, pid 2"])]
     assert [one.missing_ranks for one in answer.waits] == [[2]]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_both_clients_of_rank_0_are_one_process(other: bool) -> None:
+    """With `install()`, it has one of ours and PyTorch's. Not if two processes with that pid share an address."""
+    world = World()
+    for client, pid in ((0, 70), (1, 71), (3, 70)):
+        world.connect(client, pid=pid, host="127.0.0.1", joins=client != 0)
+    world.introduce(0, rank="0", world_size="3", host="vm", pid="70")
+    if other:
+        world.connect(4, pid=70, host="127.0.0.1", joins=False)
+        world.introduce(4, rank="7", world_size="9", host="elsewhere", pid="70")
+    world.send(0, b"\x42" + blob(b"init/") + struct.pack("<q", 3))
+    world.wait(1, b"/default_pg/0//cpu//0/0")
+    known = {1: {"RANK": "1"}, 3: {"RANK": "0"}}
+    answer = world.missing(3, known)
+    assert [one.rank for one in answer.claimed] == ([0] if other else [])
+    if not other:
+        joining = next(one for one in answer.waits if one.kind == "join")
+        assert (joining.missing_ranks, joining.unidentified) == ([2], 0)
+
+
+def test_more_ranks_than_the_server_expects() -> None:
+    """As with the server of torchrun's agent, which expects itself only."""
+    world = World()
+    world.store.announce(1)
+    for client in range(3):
+        world.connect(client)
+    assert world.missing(environments={one: {"RANK": str(one), "WORLD_SIZE": "4"} for one in range(3)}).world_size == 4
+
+
+def test_a_rank_that_has_joined_on_another_connection_has_arrived() -> None:
+    """As with `install()`: the store is PyTorch's client, and one of ours has joined for it and left."""
+    world = World()
+    world.connect(0, pid=70, joins=False)
+    world.introduce(0, rank="0", world_size="3", host="node", pid="70")
+    world.send(0, b"\x48" + blob(b"init/") + blob(b"0"))
+    world.connect(1, pid=71, joins=False)
+    world.introduce(1, rank="1", world_size="3", host="node", pid="71")
+    world.send(1, b"\x48" + blob(b"init/") + blob(b"1") + b"\x49")
+    world.connect(2, pid=71, joins=False)
+    world.leave(1)
+    world.send(0, b"\x42" + blob(b"init/") + struct.pack("<q", 3))
+    found = only(world.missing(3))
+    assert (found.kind, found.arrived, found.missing_ranks, found.elsewhere, found.unseen) == ("join", 2, [2], [], 1)
 
 
 def test_a_key_that_is_no_ranks_is_not_missing_from_anybody() -> None:
