@@ -12,6 +12,7 @@ Invariants: files are the user's only. `append` returns when the record is with 
 on the disk. After an error nothing more is written.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -49,7 +50,8 @@ class Journal:
         self._count = 0
         """Of segments."""
         self._ahead: threading.Thread | None = None
-        self._failed: OSError | None = None
+        self._failed: int = 0
+        """The errno of the first error."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -119,8 +121,8 @@ class Journal:
 
     def append(self, now: float, outputs: int, events: bytes) -> None:
         """Write a record. Raises OSError; then nothing more may be written, as what is on the disk is not known."""
-        if self._failed is not None:
-            raise self._failed
+        if self._failed:
+            raise OSError(self._failed, os.strerror(self._failed))
         try:
             chain = self.chain
             if self._fd < 0:
@@ -135,7 +137,7 @@ class Journal:
             if self.sync:
                 os.fdatasync(self._fd)
         except OSError as error:
-            self._failed = error
+            self._failed = error.errno or errno.EIO
             raise
 
     def _begin(self, at_least: int) -> None:
