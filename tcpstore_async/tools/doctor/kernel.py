@@ -33,7 +33,12 @@ def check_port(port: int, bind: Callable[[int], None], holder: Callable[[int], H
     text = f"port {port} is in use" + (f" by {found}" if found is not None else "")
     fix = "tcpstore serve --port 0 --port-file FILE"
     return [
-        Finding("port", FAIL, text, f"{fix}, or end that process: kill {found.pid}" if found and found.pid else fix)
+        Finding(
+            "port",
+            FAIL,
+            text,
+            f"{fix}, or end that process if nobody needs it: kill {found.pid}" if found and found.pid else fix,
+        )
     ]
 
 

@@ -140,7 +140,7 @@ def test_a_port() -> None:
     assert check_port(29500, lambda _: None, lambda _: None) == [Finding("port", OK, "port 29500 is free")]
     (found,) = check_port(29500, busy(errno.EADDRINUSE), lambda _: Holder("", 0, 4711, "python train.py"))
     assert (found.status, found.text) == (FAIL, "port 29500 is in use by pid 4711 (python train.py)")
-    assert found.fix == "tcpstore serve --port 0 --port-file FILE, or end that process: kill 4711"
+    assert found.fix == "tcpstore serve --port 0 --port-file FILE, or end that process if nobody needs it: kill 4711"
     (found,) = check_port(29500, busy(errno.EADDRINUSE), lambda _: Holder("", 0))
     assert "kill" not in found.fix
     (found,) = check_port(29500, busy(errno.EADDRINUSE), lambda _: None)

@@ -168,9 +168,11 @@ def test_more_ranks_than_the_server_expects() -> None:
     """As with the server of torchrun's agent, which expects itself only."""
     world = World()
     world.store.announce(1)
-    for client in range(3):
+    for client in range(4):
         world.connect(client)
-    assert world.missing(environments={one: {"RANK": str(one), "WORLD_SIZE": "4"} for one in range(3)}).world_size == 4
+    known = {one: {"RANK": str(one), "WORLD_SIZE": "4"} for one in range(3)}  # the last one is the agent
+    answer = world.missing(environments=known)
+    assert (answer.joined, answer.world_size) == (3, 4)
 
 
 def test_a_rank_that_has_joined_on_another_connection_has_arrived() -> None:
