@@ -57,7 +57,7 @@ LAST_OPCODES = {command.since: command.opcode for command in COMMANDS if command
 EXTENSION = f"""
 ## The extension
 
-PyTorch's servers close the connection on these commands.
+PyTorch's servers close the connection on these commands. Experimental: may change before 1.0.
 
 | opcode | name | request → reply | meaning |
 |---|---|---|---|

@@ -1,5 +1,7 @@
 """`tcpstore help`: what many commands have in common, or the help of one command."""
 
+from typing import cast
+
 import click
 
 from .commands import Group
@@ -15,23 +17,26 @@ _INTRODUCTION = (
 
 
 @click.command("help")
-@click.argument("topic", default="", metavar=f"[{CONNECTION}|COMMAND]")
+@click.argument("topic", nargs=-1, metavar=f"[{CONNECTION}|COMMAND]")
 @click.pass_context
-def help_command(ctx: click.Context, topic: str) -> None:
+def help_command(ctx: click.Context, topic: tuple[str, ...]) -> None:
     """Explain the options of a connection, or a command."""
     root = ctx.find_root()
     program = root.command
     assert isinstance(program, Group)
-    if topic == CONNECTION:
+    if topic == (CONNECTION,):
         print_result(_connection(program, ctx))
         return
     if not topic:
         print_result(root.get_help())
         return
-    command = program.get_command(root, topic)
-    if command is None:
-        ctx.fail(f"No such command or topic {topic!r}.")
-    print_result(command.get_help(click.Context(command, root, topic)))
+    context, command = root, cast("click.Command | None", program)
+    for name in topic:
+        command = command.get_command(context, name) if isinstance(command, click.Group) else None
+        if command is None:
+            ctx.fail(f"No such command or topic {' '.join(topic)!r}.")
+        context = click.Context(command, context, name)
+    print_result(context.get_help())
 
 
 def _connection(program: Group, ctx: click.Context) -> str:

@@ -243,7 +243,10 @@ def _job_prefix() -> str:
     """Return the prefix that separates this attempt of this job from all others on a server."""
     job = os.environ.get("TCPSTORE_JOB") or os.environ.get("TORCHELASTIC_RUN_ID")
     if not job:
-        raise ValueError("joining a running server requires a job name that is unique on that server: set TCPSTORE_JOB")
+        raise ValueError(
+            "joining a running server requires a job name that is unique on that server: set TCPSTORE_JOB; or, instead "
+            "of TCPSTORE_JOIN, set TCPSTORE_SERVER_URL=tcp://HOST:PORT, where a job has a named store"
+        )
     return f"{quote(job, safe='')}/{_attempt()}"  # a quoted slash cannot reach into another job's keys
 
 

@@ -6,6 +6,8 @@ this machine, such as a batch system, is listed with what checks it. The tutoria
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import os
 import re
 import shlex
@@ -19,6 +21,7 @@ from pathlib import Path
 import click
 import pytest
 
+import tcpstore_async
 from support import LIMIT, free_port
 from tcpstore_async.cli import main
 
@@ -62,6 +65,8 @@ class Reader:
         self.running: dict[str, subprocess.Popen[str]] = {}
         """What was started and goes on, by its port; a server on the same port replaces it."""
         self.ports: dict[str, str] = {}
+        self.shows_output = False
+        """Whether comments say what is printed."""
         for name in ELSEWHERE:
             self._program(name, "exit 0")
         self._program("tcpstore", f'exec {shlex.quote(sys.executable)} -m tcpstore_async "$@"')
@@ -94,12 +99,16 @@ class Reader:
         return line.replace("…", "model")
 
     def type(self, line: str) -> None:
+        """Type a line. What a comment of the tutorial says is printed is printed."""
+        shown = re.search(r"^tcpstore (?:get|add|keys).*?# (?:.* exit status )?(.+)$", line)
         line = self._here(line)
         if line.startswith("export "):
             with (self.folder / "exported").open("a") as exported:
                 exported.write(line + "\n")
             return
-        if STAYS.search(line):
+        if line == "kill %1":
+            _end(self.running.popitem()[1])
+        elif STAYS.search(line):
             self._start(line)
         elif line.endswith(" &"):
             (self.folder / "end").unlink(missing_ok=True)
@@ -113,6 +122,8 @@ class Reader:
                     _end(shell)
             may_fail = any(f"tcpstore {name}" in line for name in MAY_FAIL)
             assert shell.returncode == 0 or may_fail, f"{line}: {said}{self._log()}"
+            if shown and self.shows_output:
+                assert ", ".join(said.split()) == shown[1], line
 
     def _start(self, line: str) -> None:
         # A page's reader has one command line with --port; a relay is at its own default.
@@ -197,6 +208,7 @@ def test_commands(page: Path, tmp_path: Path) -> None:
         with reading(tmp_path / str(number)) as reader:
             reader.type("tcpstore serve --port 29500")
             reader.environment["TCPSTORE_URL"] = f"tcp://127.0.0.1:{reader.ports['29500']}"
+            reader.shows_output = page.stem == "tutorial"
             for program in blocks(text, "python"):
                 (reader.folder / "rank.py").write_text(program.replace("29600", str(free_port())))
             for line in lines:
@@ -218,14 +230,63 @@ def test_programs(page: Path, tmp_path: Path) -> None:
             reader.type("python program.py")
 
 
+DOCUMENTS = [
+    path
+    for path in sorted({*PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("*.md")})
+    if path.name not in ("CHANGELOG.md", "NOTEBOOK.md")
+]
+FILES = [*DOCUMENTS, *(path for path in sorted(ROOT.glob("deploy/*")) if path.suffix != ".json")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_variables(file: Path) -> None:
+    """They are those of the reference, and `TCPSTORE_INSTALL` has one of its values."""
+    known = set(re.findall(r"`(TCPSTORE_[A-Z]+)`", (ROOT / "docs" / "reference.md").read_text()))
+    text = file.read_text()
+    assert set(re.findall(r"\bTCPSTORE_[A-Z]+\b", text)) <= known
+    values = re.findall(r"\bTCPSTORE_INSTALL=([\w,]+)", text)
+    values += re.findall(r"TCPSTORE_INSTALL\n +value: \"?([\w,]+)", text)
+    assert set(values) <= {"0", "1", "python", "classes", "python,classes", "native"}
+
+
+CALLED = {
+    "TCPStore": tcpstore_async.TCPStore,
+    "AsyncTCPStore.connect": tcpstore_async.AsyncTCPStore.connect,
+    "serve": tcpstore_async.serve,
+    "barrier": tcpstore_async.Store.barrier,
+}
+LOGGERS = {
+    name
+    for path in (ROOT / "tcpstore_async").rglob("*.py")
+    for name in re.findall(r'getLogger\("tcpstore_async\.(\w+)"', path.read_text())
+}
+OTHERS_ERRORS = {"RendezvousClosedError", "RendezvousConnectionError"}
+"""PyTorch's."""
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_calls_and_errors_in_sentences(page: Path) -> None:
+    """What a page calls exists and takes these arguments; the errors that it names exist."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for said in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"\w+Error", said) and said not in OTHERS_ERRORS and not hasattr(builtins, said):
+            assert hasattr(tcpstore_async, said) or said in ("ProtocolError", "JournalError", "PeerError"), said
+        for name in re.findall(r"\btcpstore_async\.([A-Za-z]\w*)\b(?!\.)", said):
+            assert name in LOGGERS or hasattr(tcpstore_async, name), said
+        for name, given in re.findall(r"\b([A-Za-z]\w*(?:\.connect)?)\(([^()]*)\)", said):
+            if name in CALLED:
+                known = inspect.signature(CALLED[name]).parameters
+                assert set(re.findall(r"\b(\w+)=(?!=)", given)) <= set(known), said
+
+
 def test_command_lines_in_sentences() -> None:
     """They name commands and options that exist."""
     wrong = []
-    for page in sorted({*PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("*.md")}):
-        if page.name in ("CHANGELOG.md", "NOTEBOOK.md"):
-            continue
+    for page in DOCUMENTS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        for said in re.findall(r"`tcpstore ([^`\n]+)`", text):
+        for said in re.findall(
+            r"`(?:tcpstore )?((?<=tcpstore )[^`\n]+|(?:serve|relay|token create|who) --[^`\n]+)`", text
+        ):
             words = [word.strip("…()") for word in said.split() if word.strip("…()|")]
             command: click.Command = main
             while isinstance(command, click.Group) and words and not words[0].startswith("-"):

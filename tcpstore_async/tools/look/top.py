@@ -72,7 +72,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
         import rich  # noqa: F401
     except ImportError:
         raise click.ClickException(
-            "'top' needs rich: pip install 'tcpstore_async[top]'; without it, use 'tcpstore stat', or -o json"
+            "'top' needs rich: pip install 'tcpstore-async[top]'; without it, use 'tcpstore stat', or -o json"
         ) from None
     number = query(
         context,

@@ -160,5 +160,5 @@ def test_without_rich(server: Server, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", monkey)
         with terminal("--url", f"tcp://127.0.0.1:{server.port}") as (process, fd, _):
-            assert b"pip install" in read_until(fd, b"tcpstore_async[top]")
+            assert b"pip install" in read_until(fd, b"tcpstore-async[top]")
             assert process.wait(LIMIT) == 1

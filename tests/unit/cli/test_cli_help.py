@@ -79,6 +79,7 @@ def test_what_help_leaves_out_is_completed() -> None:
 def test_help_of_a_command_and_of_the_program() -> None:
     assert said("help", "get") == said("get", "--help")
     assert said("help") == said("--help")
+    assert said("help", "queue", "push") == said("queue", "push", "--help")
     done = CliRunner().invoke(main, ["help", "nope"])
     assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, "Error: No such command or topic 'nope'.")
 
