@@ -194,13 +194,15 @@ async def test_that_a_method_is_not_gated_is_noticed() -> None:
     assert await _not_gated("join", _Ungated, _AsyncGated) == ["TCPStore.join in stores/tcp.py"]
 
 
+_ARRIVALS = ("cancel_wait", "depart")
+"""What a history notes because a session has arrived somewhere, and does not show it any more."""
+
+
 @commands
 def test_who_wrote_a_value_is_noted(command: Command) -> None:
     """Of every command that changes what is stored under a key, but those that are known to change no value."""
     noted = History(ServedStore(Limits())).recorded(command.method, len) is not len
-    assert (
-        noted == bool(command.flags & MUTATES and command.method not in _NO_VALUES) or command.method == "cancel_wait"
-    )
+    assert noted == bool(command.flags & MUTATES and command.method not in _NO_VALUES) or command.method in _ARRIVALS
 
 
 @commands
