@@ -14,9 +14,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -249,7 +250,7 @@ def test_variables(file: Path) -> None:
     assert set(values) <= {"0", "1", "python", "classes", "python,classes", "native"}
 
 
-CALLED = {
+CALLED: dict[str, Callable[..., Any]] = {
     "TCPStore": tcpstore_async.TCPStore,
     "AsyncTCPStore.connect": tcpstore_async.AsyncTCPStore.connect,
     "serve": tcpstore_async.serve,
