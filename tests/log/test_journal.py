@@ -27,7 +27,10 @@ REFERENCES = st.builds(Reference, st.sampled_from(["session", "store", "link", "
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXT | st.binary(max_size=9) | REFERENCES
 GIVEN = st.lists(PLAIN | st.floats(allow_nan=False) | ACCESS | st.tuples(PLAIN, PLAIN), max_size=3).map(tuple)
 ANSWERS = st.lists(
-    PLAIN | ACCESS | st.builds(Refused, st.integers(0, 9), st.integers(0, 9)) | st.builds(Reply, st.integers(0, 2**32), TEXT),
+    PLAIN
+    | ACCESS
+    | st.builds(Refused, st.integers(0, 9), st.integers(0, 9))
+    | st.builds(Reply, st.integers(0, 2**32), TEXT),
     max_size=2,
 ).map(tuple)
 RECEIVED = st.builds(
