@@ -184,9 +184,7 @@ class _Search:
         joining = facts.counters.get(JOIN_COUNTER)
         self.joined = ranks.of(joining.members) if joining is not None else set()
         self.joined_count = joining.value if joining is not None else len([one for one in ranks.all if one.sessions])
-        announced = facts.server.get("joins")
-        if joining is not None and isinstance(announced, int) and 0 < announced < joining.value:
-            self.joined_count -= announced  # torchrun's agent, whose server expects itself only, is no rank
+        self.joined_count -= ranks.agents
         self.waiting: dict[str, list[Session]] = defaultdict(list)
         """Sessions that wait for a barrier to open, keyed by its counter."""
         self.exchanges: dict[Family, _Exchange] = defaultdict(_Exchange)

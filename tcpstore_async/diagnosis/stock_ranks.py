@@ -78,9 +78,11 @@ class Ranks:
         """Connected ranks that claim the same number, so that none has it, keyed by number."""
         self.described: list[Rank] = []
         """Ranks whose client has introduced itself."""
+        self.agents = 0
+        """Agents of torchrun that have joined their own server, which expects them, and which ranks join too."""
         self._make()
         self._environments = environments
-        self.world_size = world_size or self._announced_size()
+        self.world_size = self._size(world_size)
         self._number()
 
     def of(self, ids: Iterable[int]) -> set[Rank]:
@@ -171,8 +173,6 @@ class Ranks:
                 self.by_number[number] = rank
             elif ranks[0].sessions:
                 self.claimed[number] = ranks
-        if self.world_size is None and self._environments:
-            self.world_size = _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
             if len(self.by_number) == len(self.all):
                 return
@@ -217,17 +217,32 @@ class Ranks:
 
     # How many there are
 
-    def _announced_size(self) -> int | None:
-        announced = self.facts.server.get("joins")
-        joining = self.facts.counters.get(JOIN_COUNTER)
-        joined = 0 if joining is None else joining.value
-        if isinstance(announced, int) and announced >= max(1, joined):  # a server of torchrun's agent expects one
-            return announced
+    def _size(self, given: int | None) -> int | None:
+        """Return the number of ranks, which is `given` if the caller knows it."""
+        expected = self.facts.server.get("joins")
+        if isinstance(expected, int) and expected > 0:
+            joining = self.facts.counters.get(JOIN_COUNTER)
+            if joining is None or joining.value <= expected:
+                return given or expected
+            said = given or self._said_size()  # more have joined: agents are expected, or ranks have joined again
+            if said is None or said <= expected:
+                return given or expected
+            self.agents = expected
+            return said
+        if given:
+            return given
         for wait in map(attrgetter("wait"), self.facts.sessions):
             if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
                 return int(wait.target)
+        return self._said_size()
+
+    def _said_size(self) -> int | None:
+        """Return the size of the world that most ranks have said, or have in their environment."""
         sessions = chain.from_iterable([rank.sessions for rank in self.described])
-        return _most_common(self.facts.worlds or Counter([one.peer.get("world_size") for one in sessions]))
+        size = _most_common(self.facts.worlds or Counter([one.peer.get("world_size") for one in sessions]))
+        if size is None and self._environments:
+            size = _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
+        return size
 
 
 def _overlap(actions: list[list[str]]) -> bool:
@@ -246,10 +261,11 @@ def _introduced(*groups: Mapping[Process, Sequence[Session | Departed]]) -> dict
     With `install()`, a rank has sessions of both. The pid alone may be that of processes in two containers behind one
     address: then several have introduced themselves, or the two have done what one rank does only once.
     """
+    stock = {process for group in groups for process, sessions in group.items() if not sessions[0].peer}
     introduced: dict[Process, set[Process]] = defaultdict(set)
-    for group in groups:
+    for group in groups if stock else ():
         for process, sessions in group.items():
-            if sessions[0].peer:
+            if sessions[0].peer and process[:2] in stock:
                 introduced[process[:2]].add(process)
     return {process: next(iter(found)) for process, found in introduced.items() if len(found) == 1}
 

@@ -175,6 +175,17 @@ def test_more_ranks_than_the_server_expects() -> None:
     assert (answer.joined, answer.world_size) == (3, 4)
 
 
+def test_ranks_that_join_again_are_no_agents() -> None:
+    """More have joined than the server expects, but the ranks say how many they are."""
+    world = World()
+    world.store.announce(3)
+    for client in range(5):
+        world.connect(client)
+    for known in (None, environments(range(3), 3)):
+        answer = world.missing(environments=known)
+        assert (answer.joined, answer.world_size) == (5, 3)
+
+
 def test_a_rank_that_has_joined_on_another_connection_has_arrived() -> None:
     """As with `install()`: the store is PyTorch's client, and one of ours has joined for it and left."""
     world = World()
