@@ -82,7 +82,8 @@ def _decode_call(body: bytes, now: float) -> Event:
         method, subject, given, answers = _unpack(body)
     except (ValueError, TypeError, LookupError, msgspec.MsgspecError) as error:
         raise JournalError(f"an event cannot be decoded: {error}") from None
-    if not isinstance(method, str) or not isinstance(subject, Reference) or not isinstance(given, tuple):
+    whole = isinstance(method, str) and isinstance(subject, Reference)
+    if not whole or not isinstance(given, tuple) or not isinstance(answers, tuple):
         raise JournalError("an event is not a call")
     return Event(method, subject, given, now, answers)
 

@@ -3,7 +3,7 @@
     LOCK          locked by that server
     instance      which journal it is, in JSON
     log-00000000  segments, in order
-    next          a segment of zeros, made ahead
+    next          a segment of zeros, made ahead; `made` until it is whole
 
 Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early.
 This module must not know what an event is, nor the engine.
@@ -14,13 +14,14 @@ on the disk. After an error nothing more is written.
 
 import errno
 import fcntl
-import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from .encoding import JournalError
 from .records import HEADER_BYTES, Chain, Reader, Record
@@ -71,21 +72,16 @@ class Journal:
         """Return the name of the journal, a new one where there is none."""
         path = self.folder / "instance"
         try:
-            found: Any = json.loads(path.read_text())
-            return str(found["instance"])
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])["instance"]
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, LookupError) as error:
+        except (OSError, KeyError, msgspec.MsgspecError) as error:
             raise JournalError(f"cannot read {path}: {error}") from None
         if self._segments():
             raise JournalError(f"{self.folder} has segments, but no file named instance")
         instance = secrets.token_hex(8)
-        made = path.with_suffix(".new")
         try:
-            made.touch(0o600)
-            made.write_text(json.dumps({"instance": instance}) + "\n")
-            self._sync_file(made)
-            made.rename(path)
+            self._make(path, [msgspec.json.encode({"instance": instance}), b"\n"])
             self._sync_folder()
         except OSError as error:
             raise JournalError(f"cannot write {path}: {error.strerror}") from None
@@ -94,7 +90,7 @@ class Journal:
     # Reading
 
     def read(self) -> Iterator[Record]:
-        """Yield all records; the next one is appended behind them. Raises JournalError."""
+        """Yield all records; the next one is appended behind them, over what is torn. Raises JournalError."""
         reader = Reader()
         segments = self._segments()
         for number, path in enumerate(segments):
@@ -112,7 +108,18 @@ class Journal:
         self.chain = reader.chain
         self._count = len(segments)
         if segments:
-            self._open(segments[-1], reader.end)
+            self._reopen(segments[-1], reader.end, data[reader.end :].rstrip(b"\0"))
+
+    def _reopen(self, path: Path, end: int, torn: bytes) -> None:
+        """Append to a segment from `end` on. What is torn there is cut, as the next record may not fit there."""
+        try:
+            self._open(path, end)
+            if torn:
+                self._write(bytes(len(torn)))
+                self._at = end
+                self._sync_data()
+        except OSError as error:
+            raise JournalError(f"cannot write {path}: {error.strerror}") from None
 
     def _segments(self) -> list[Path]:
         return sorted(self.folder.glob("log-" + "[0-9]" * 8))
@@ -134,28 +141,22 @@ class Journal:
                 self._begin(HEADER_BYTES + len(record))
                 record = chain.record(now, outputs, events)
             self._write(record)
-            if self.sync:
-                os.fdatasync(self._fd)
+            self._sync_data()
         except OSError as error:
             self._failed = error.errno or errno.EIO
             raise
 
     def _begin(self, at_least: int) -> None:
         """Begin the next segment."""
-        made = self.folder / "next"
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
+        path, made = self.folder / _name(self._count), self.folder / "next"
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "the records have not been read", str(path))
+        self._finish_ahead()
         if not made.exists() or made.stat().st_size < at_least:
-            self._make(max(at_least, self.segment_bytes))
-        path = self.folder / _name(self._count)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            self._make(made, _zeros(max(at_least, self.segment_bytes)))
         self._open(made, 0)
         self._write(self.chain.header())
-        if self.sync:
-            os.fdatasync(self._fd)
+        self._sync_data()
         made.rename(path)
         self._sync_folder()
         self._count += 1
@@ -163,6 +164,7 @@ class Journal:
         self._ahead.start()
 
     def _open(self, path: Path, at: int) -> None:
+        self._close_segment()
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._size = os.fstat(self._fd).st_size
         self._at = at
@@ -176,29 +178,35 @@ class Journal:
 
     def _make_ahead(self) -> None:
         try:
-            self._make(self.segment_bytes)
+            self._make(self.folder / "next", _zeros(self.segment_bytes))
         except OSError:
             pass  # whoever needs it makes it again, and is told
 
-    def _make(self, size: int) -> None:
-        """Make a segment of zeros."""
-        path = self.folder / "made"
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            left = size
-            while left:
-                left -= os.write(fd, _ZEROS[:left])
+    def _make(self, path: Path, parts: Iterable[bytes]) -> None:
+        """Make a whole file, or none."""
+        made = self.folder / "made"
+        made.unlink(missing_ok=True)
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 0) as file:
+            for part in parts:
+                while part:
+                    part = part[file.write(part) :]
             if self.sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        path.rename(self.folder / "next")
-
-    def _sync_file(self, path: Path) -> None:
-        if self.sync:
-            with path.open("rb") as file:
                 os.fsync(file.fileno())
+        made.rename(path)
+
+    def _finish_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+
+    def _close_segment(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _sync_data(self) -> None:
+        if self.sync:
+            os.fdatasync(self._fd)
 
     def _sync_folder(self) -> None:
         if self.sync:
@@ -212,19 +220,15 @@ class Journal:
 
     def close(self) -> None:
         """Let another server have the directory. Idempotent."""
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
-        for fd in (self._fd, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._lock = -1
+        self._finish_ahead()
+        self._close_segment()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def remove(self) -> None:
         """Remove what the journal has written: its stores have ended for good. Then close it."""
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
+        self._finish_ahead()
         for path in [self.folder / name for name in ("instance", "next", "made")] + self._segments():
             path.unlink(missing_ok=True)
         self.close()
@@ -232,3 +236,8 @@ class Journal:
 
 def _name(number: int) -> str:
     return f"log-{number:08}"
+
+
+def _zeros(size: int) -> Iterator[bytes]:
+    for at in range(0, size, len(_ZEROS)):
+        yield _ZEROS[: size - at]

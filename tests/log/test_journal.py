@@ -201,6 +201,35 @@ def test_a_torn_record_is_written_over(tmp_path: Path) -> None:
     assert written(tmp_path) == [b"1" * 100, b"3"]
 
 
+def test_a_torn_record_at_the_end_of_a_segment_is_cut(tmp_path: Path) -> None:
+    """What is written next does not fit there, so nothing is written over it."""
+    write(tmp_path, b"1" * 100, b"2" * 700, segment_bytes=1000)
+    [path] = tmp_path.glob("log-*")
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 300] ^= 1
+    path.write_bytes(data)
+    write(tmp_path, b"3" * 900, segment_bytes=1000)
+    assert written(tmp_path) == [b"1" * 100, b"3" * 900]
+
+
+def test_records_are_not_written_over_before_they_are_read(tmp_path: Path) -> None:
+    write(tmp_path, b"1")
+    journal = Journal(tmp_path, False)
+    with pytest.raises(FileExistsError):
+        journal.append(0.0, 0, b"2")
+    journal.close()
+    assert written(tmp_path) == [b"1"]
+
+
+def test_what_a_killed_process_was_making_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "made").write_text("half")
+    write(tmp_path, b"1")
+    assert written(tmp_path) == [b"1"]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes) == {"LOCK", "instance", "log-00000000", "next"}
+    assert set(modes.values()) == {0o600}
+
+
 def test_what_is_damaged_or_missing_in_the_middle_is_refused(tmp_path: Path) -> None:
     write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
     second = tmp_path / "log-00000001"
