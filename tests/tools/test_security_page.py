@@ -2,108 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import shutil
-import signal
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+from page_shell import ROOT, PageShell, commands
 
 from conformance.frames import get, set_
-from support import LIMIT, RawPeer, blob, free_port, tcpstore, until
+from support import RawPeer, blob, tcpstore, until
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.cli import main
 from tcpstore_async.server.log_handlers import _MOST_PER_SECOND
 from tcpstore_async.tools.web.http import MOST_CONNECTIONS
 
-ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
 
 FOREIGN = {"--rdzv-backend", "--rdzv-conf"}
 """torchrun's options."""
 
 
-def commands(text: str) -> list[str]:
-    """Return the commands in the blocks of a text, without comments."""
-    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
-    return [line for line in blocks.splitlines() if line and not line.startswith("#")]
-
-
 def section(heading: str) -> list[str]:
     """Return the commands of a section."""
-    return commands(PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0])
+    return list(commands(PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]))
 
 
-class Shell:
-    """A shell that runs commands one by one; those that serve go on in the background."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ran: list[str] = []
-        self.serving: list[int] = []
-        """The processes that serve."""
-        self.errors = ""
-        """What the last command has printed on standard error."""
-        self.ports = {"29400": str(free_port()), "29500": str(free_port())}
-        """What replaces the ports of the page, on which something else may listen."""
-        self.process = subprocess.Popen(
-            ["sh"], cwd=folder, env={**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-
-    def here(self, text: str) -> str:
-        """Return a text of the page with the ports of this test."""
-        for port, own in self.ports.items():
-            text = text.replace(port, own)
-        return text if socket.has_dualstack_ipv6() else text.replace("::", "127.0.0.1")
-
+class Shell(PageShell):
     def follow(self, heading: str) -> str:
         """Run the commands of a section, which succeed; return what they print."""
-        printed = ""
-        for command in section(heading):
-            self.ran.append(command)
-            if serves := re.search(r"tcpstore (serve|relay) ", command):
-                self._start(command, serves[1])
-            else:
-                status, text = self.run(command)
-                assert status == 0, (command, self.errors)
-                printed += text
-        return printed
-
-    def run(self, command: str) -> tuple[int, str]:
-        """Run a command; return its exit status, and what it prints."""
-        status = self._tell(f"{{ {self.here(command)}\n}} >out 2>err </dev/null; echo $?")
-        self.errors = self.read("err")
-        return int(status), self.read("out")
-
-    def _start(self, command: str, name: str) -> None:
-        for file in ("out", "log"):
-            (self.folder / f"{name}.{file}").touch()
-        self._tell(f"{{ {self.here(command)}\n}} >{name}.out 2>{name}.log </dev/null & echo")
-        until(lambda: self.read(f"{name}.out").endswith("\n") or "Error" in self.read(f"{name}.log"))
-        assert self.read(f"{name}.out"), self.read(f"{name}.log")
-        pid = json.loads(self.read(f"{name}.out"))["pid"]
-        self.serving.append(pid)
-        (self.folder / f"{name}.pid").write_text(str(pid))
-
-    def _tell(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline()
-
-    def read(self, name: str) -> str:
-        return (self.folder / name).read_text()
+        return "".join(map(self.type, section(heading)))
 
     def logged(self, text: str) -> None:
         """Wait until the server has logged this."""
@@ -118,17 +51,6 @@ class Shell:
         done = tcpstore(*words, env=env)
         return done.returncode, (done.stderr if done.returncode else done.stdout).decode()
 
-    def stop(self) -> None:
-        """Stop what serves, relays first."""
-        for pid in reversed(self.serving):
-            os.kill(pid, signal.SIGTERM)
-        self._tell("wait; echo")
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        with self.process:
-            self.process.wait(LIMIT)
-
 
 RELOAD = 'test "$*" = "reload tcpstore" && kill -HUP "$(cat serve.pid)"'
 """What stands for systemctl does as the unit says."""
@@ -136,12 +58,9 @@ RELOAD = 'test "$*" = "reload tcpstore" && kill -HUP "$(cat serve.pid)"'
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    (tmp_path / "bin").mkdir()
-    ours = f'PYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.quote(sys.executable)} -m tcpstore_async "$@"'
-    for name, text in (("tcpstore", ours), ("systemctl", RELOAD)):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    made = Shell(tmp_path)
+    made = Shell(
+        tmp_path, {"systemctl": RELOAD}, () if socket.has_dualstack_ipv6() else [("::", "127.0.0.1")], os.environ
+    )
     try:
         yield made
     finally:
@@ -157,7 +76,7 @@ mv new.key store.key && mv new.pem store.pem && systemctl reload tcpstore"""
 @pytest.mark.skipif(sys.platform != "linux", reason="--same-user needs Linux")
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 def test_the_commands_run_from_top_to_bottom(shell: Shell) -> None:
-    server, relay = shell.ports.values()
+    server, relay = shell.port("29400"), shell.port("29500")
 
     def refused(answer: tuple[int, str], reason: str) -> None:
         assert answer[0] == 5, answer
@@ -197,8 +116,9 @@ def test_the_commands_run_from_top_to_bottom(shell: Shell) -> None:
         assert stock.closed()
         shell.logged("the key 2026a, which signed token")
         assert shell.ask("get", "k", token="next.token") == (0, "v")
-    assert shell.ran == commands(PAGE)
-    shell.stop()
+    assert shell.ran == list(commands(PAGE))
+    for port in (relay, server):
+        shell.stop(port)
 
 
 def test_systemctl_reloads_as_the_test_does() -> None:
