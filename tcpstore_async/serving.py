@@ -11,14 +11,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from .auth.tokens import HostTokens, SharedTokens, TokenFiles
 from .base.addresses import format_address
 from .base.errors import DistNetworkError, counted
-from .base.limits import DEFAULT_GRACE, Limits
+from .base.limits import DEFAULT_GRACE, LINK_GRACE, Limits
+from .log.encoding import JournalError
+from .log.journal import Journal
 from .server.admin import admin_socket
 from .server.backends import DEFAULT_BACKEND, check_backend, make_server
 from .server.fork_safety import close_on_fork, closed_in_children
@@ -48,6 +51,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tcpstore_async.server")
 
+PROCESS: Final = "process"
+"""Stores survive the end of the server's process."""
+
+ALWAYS: Final = "always"
+"""They survive the machine: nothing leaves before it is on the disk."""
+
+SYNCS: Final = (PROCESS, ALWAYS)
+
+
+class JournalLost(JournalError):
+    """A journal can no longer be written."""
+
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop, in any thread."""
@@ -72,6 +87,9 @@ async def serve(
     require_auth: str = "",
     admin: str | None = "",
     store_ports: range = ANY,
+    link_grace: float = LINK_GRACE,
+    persist: str | os.PathLike[str] | None = None,
+    sync: str = PROCESS,
 ) -> "AsyncIterator[Server]":
     """Run a server on the running loop while the context lasts; `.port` is its port.
 
@@ -85,22 +103,40 @@ async def serve(
     a certificate: none (empty), those from other hosts (`remote`), or `all`. `admin` is the path of the admin socket:
     None for the one that `tcpstore who` finds by the port, empty for none; `.admin` is its path. `store_ports` are the
     ports for clients that cannot name their store, empty for none; they need a server without TLS and tokens.
+    `link_grace` is how many seconds the sessions of a broken connection are kept.
 
-    Raises DistNetworkError if the address or the admin socket is unavailable, or a file cannot be used, and ValueError
-    for a certificate without a key or the reverse, if TLS is required without them, for a backend that lacks TLS or
-    tokens, and for an unknown `require_auth`.
+    With `persist`, a directory, the server continues with the stores that the last server with that directory had, and
+    keeps them there: until that server's process ends (`sync="process"`), or before each reply (`always`). Leaving the
+    context removes them, unless `stop(for_good=False)` was called before.
+
+    Raises DistNetworkError if the address or the admin socket is unavailable, or a file cannot be used, JournalError
+    for a directory that cannot be used, and ValueError for a certificate without a key or the reverse, if TLS is
+    required without them, for a backend that lacks TLS, tokens or journals, and for an unknown `require_auth` or
+    `sync`.
     """
+    if sync not in SYNCS:
+        raise ValueError(f"sync must be {' or '.join(map(repr, SYNCS))}, not {sync!r}")
     if require_auth not in ("", REMOTE, ALL):
         raise ValueError(f"require_auth must be empty, {REMOTE!r} or {ALL!r}, not {require_auth!r}")
-    check_backend(backend, bool(tls_cert or tls_key or tls_ca or require_tls), bool(tokens or require_auth))
+    has_tls, has_tokens = bool(tls_cert or tls_key or tls_ca or require_tls), bool(tokens or require_auth)
+    check_backend(backend, has_tls, has_tokens, persist is not None)
     tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
     pid = os.getpid()
-    with close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening:
+    limits = limits or Limits()
+    with (
+        _journal(persist, sync, limits, link_grace, tokens is not None, require_auth) as journal,
+        close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening,
+    ):
         prepare(listening)
-        server = make_server(backend, listening, limits or Limits(), tls)
+        server = make_server(backend, listening, limits, tls, "" if journal is None else journal.instance)
         server.store.hub.auth.authenticate = None if tokens is None else tokens.authenticate
         server.store.hub.auth.require_auth = require_auth
         server.ports.numbers = store_ports
+        server.links.grace = link_grace
+        if journal is not None:
+            server.persist(journal)
+            if isinstance(tokens, TokenFiles):
+                server.close_invalid(tokens.reload())
         with closed_in_children(server):
             try:
                 server.start()
@@ -135,15 +171,19 @@ async def run(
     tls_ca: str | None = None,
     require_tls: bool = False,
     store_ports: range = ANY,
+    persist: Path | None = None,
+    sync: str = PROCESS,
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
-    The sessions of a link whose connection breaks are kept for `link_grace` seconds. For `defer_accept`, which does not
+    With `persist`, SIGTERM means that another server will continue with that directory: nothing is drained. The
+    sessions of a link whose connection breaks are kept for `link_grace` seconds. For `defer_accept`, which does not
     apply to a given socket, see `wait_for_data`. `admin` is the path of the admin socket: None for the usual one, empty
     for none. `http` starts a process that shows the server's state over HTTP. `ready` is called once the server accepts
     connections. With `linger`, the server also ends when it has been used and then had no client for `linger` seconds.
     For the other arguments see `serve`. SIGHUP reloads token and certificate files. A socket passed by systemd replaces
-    the address. Raises DistNetworkError if the address, the socket `fd` or the admin socket is unavailable.
+    the address. Raises DistNetworkError if the address, the socket `fd` or the admin socket is unavailable,
+    JournalError for a directory that cannot be used, and JournalLost if it fails.
     """
     raise_file_limit()
     fd = activated_fd() if fd is None else fd
@@ -171,11 +211,20 @@ async def run(
             require_auth=require_auth,
             admin=admin,
             store_ports=store_ports,
+            link_grace=link_grace,
+            persist=persist,
+            sync=sync,
         ) as server,
         _http_process(server, http),
     ):
         tune_gc()
-        server.links.grace = link_grace
+        failed: list[OSError] = []
+
+        def lose(error: OSError) -> None:
+            failed.append(error)
+            signals.put_nowait(signal.SIGINT)
+
+        server.on_lost = lose
         reloading = Reloading(server, tokens)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloading.reload, "SIGHUP")
         ready(server)
@@ -183,10 +232,19 @@ async def run(
         async with supervised(lambda: f"listening on {where}, {counted(_clients(server), 'client')}") as manager:
             ending = None if linger is None else asyncio.ensure_future(_end_when_unused(server, linger, signals))
             try:
-                await drain_when_told(signals, server.drain(grace), manager.stopping)
+                end = server.drain(grace) if persist is None else _leave(server)
+                await drain_when_told(signals, end, manager.stopping)
             finally:
                 if ending is not None:
                     ending.cancel()
+        if failed:
+            server.stop(for_good=False)
+            raise JournalLost(f"cannot write the journal in {persist}: {failed[0].strerror}")
+
+
+async def _leave(server: "Server") -> None:
+    """Stop a server whose stores another one will continue."""
+    server.stop(for_good=False)
 
 
 def _http_process(server: "Server", options: "HttpOptions | None") -> AbstractAsyncContextManager[None]:
@@ -210,12 +268,33 @@ async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Q
     while not linger.is_over(time.monotonic(), _clients(server), _has_been_used(server)):
         await asyncio.sleep(linger.poll_seconds())
     log.info("exiting: the last client left %g s ago", seconds)
-    signals.put_nowait(signal.SIGTERM)
+    signals.put_nowait(signal.SIGTERM if server.persistence is None else signal.SIGINT)
 
 
 def _has_been_used(server: "Server") -> bool:
     keyspace = server.store.keyspace
     return keyspace.changes > 0 or len(keyspace.rounds) > 0 or server.named.created > 0
+
+
+@contextmanager
+def _journal(
+    persist: "str | os.PathLike[str] | None", sync: str, limits: Limits, grace: float, tokens: bool, require_auth: str
+) -> Iterator[Journal | None]:
+    """The journal in a directory. What its events do depends on limits, grace period, and whether there are tokens."""
+    if persist is None:
+        yield None
+        return
+    settings = {name: str(value) for name, value in vars(limits).items()}
+    settings |= {"link-grace": f"{grace:g}", "tokens": str(tokens), "require-auth": require_auth}
+    journal = Journal(Path(persist), sync == ALWAYS, settings)
+    if journal.outdated:
+        log.warning(
+            "%s is from before this machine was started, and was kept for its server's process only (--sync process): "
+            "beginning with empty stores",
+            persist,
+        )
+    with closing(journal):
+        yield journal
 
 
 def _server_tls(cert: str | None, key: str | None, ca: str | None, required: bool = False) -> "ServerTls | None":

@@ -263,6 +263,7 @@ class Beginning(NamedTuple):
     instance: str | None
     """Of named stores, if there are any."""
     links: tuple[str, float, float, int] | None
+    tokens: bool
 
     def make(self) -> Engine:
         store = Store(self.limits, self.portion)
@@ -271,6 +272,8 @@ class Beginning(NamedTuple):
         store.keyspace.final.update(self.final)
         store.joins = self.joins
         answer_missing(store)
+        if self.tokens:
+            store.hub.auth.authenticate = lambda token: ""
         return Engine(
             store,
             None if self.instance is None else NamedStores(store, self.instance),
@@ -291,6 +294,7 @@ def beginning(live: Engine) -> Beginning:
         root.joins,
         None if named is None else named.instance,
         None if links is None else (links.instance, links.grace, links.keep_alive, links.portion),
+        root.hub.auth.authenticate is not None,
     )
 
 

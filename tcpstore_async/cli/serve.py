@@ -9,11 +9,12 @@ import click
 from ..auth.tokens import TokenFiles
 from ..base.errors import DistError
 from ..base.limits import Limits
+from ..log.encoding import JournalError
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
 from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
-from ..serving import build, run, run_loop, serve_owner
+from ..serving import PROCESS, SYNCS, JournalLost, build, run, run_loop, serve_owner
 from ..session.auth import ALL, REMOTE
 from ..session.identity import THREADED
 from .listen import (
@@ -124,6 +125,22 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     "with TLS or tokens has none.",
 )
 @click.option(
+    "--persist",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep the stores in this directory, and continue with those that are there: ranks behind relays and clients of "
+    "this package only notice a pause. On SIGTERM the server leaves them to the next one; SIGINT and --linger remove "
+    "them.",
+)
+@click.option(
+    "--sync",
+    default=PROCESS,
+    show_default=True,
+    type=click.Choice(SYNCS),
+    help="What the stores survive with --persist: the end of the server's process, or always, the machine's too: then "
+    "nothing is answered before it is on the disk.",
+)
+@click.option(
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
@@ -167,6 +184,8 @@ def serve(
     grace: float,
     link_grace: float,
     store_ports: range,
+    persist: Path | None,
+    sync: str,
     admin: str | None,
     http: Where | None,
     linger: float | None,
@@ -198,12 +217,19 @@ def serve(
         others = (
             *("tls_cert", "tls_key", "tls_ca", "require_tls", "token_keys", "revoked_tokens", "require_auth"),
             "link_grace",
+            "persist",
         )
         given = [f"--{name.replace('_', '-')}" for name in others if source(name) != click.core.ParameterSource.DEFAULT]
         if given:
-            raise click.UsageError(f"--backend threaded has no TLS, tokens or links: leave out {', '.join(given)}.")
+            raise click.UsageError(
+                f"--backend threaded has no TLS, tokens, links or journal: leave out {', '.join(given)}."
+            )
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
+    if sync != PROCESS and persist is None:
+        raise click.UsageError("--sync needs --persist.")
+    if persist is not None and owner_pid is not None:
+        raise click.UsageError("--persist cannot be used with --owner-pid.")
     if require_tls and not tls_cert:
         raise click.UsageError("--require-tls needs --tls-cert and --tls-key.")
     if token_keys is None and revoked_tokens is not None:
@@ -239,6 +265,7 @@ def serve(
         more: dict[str, object] = {} if server.tls is None else {"tls": True}
         more.update({"admin": server.admin} if server.admin else {})
         more.update({} if page is None else {"http": page.url})
+        more.update({} if persist is None else {"persist": str(persist)})
         announce_ready(port_file, server.host, server.port, "", backend=backend, build=build(), **more)
 
     try:
@@ -267,7 +294,11 @@ def serve(
             tls_ca=tls_ca,
             require_tls=require_tls,
             store_ports=store_ports,
+            persist=persist,
+            sync=sync,
         )
         run_loop(running)
-    except DistError as error:
+    except JournalLost as error:
+        fail(error, log_format, 74)
+    except (DistError, JournalError) as error:
         fail(error, log_format)

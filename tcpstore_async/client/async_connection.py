@@ -234,7 +234,7 @@ class AsyncConnection(asyncio.Protocol):
         if not self._closing:
             self._is_lost = True
             self._silence = describe_silence(self.transport.get_extra_info("socket"))
-        if self.link is not None and is_break(error) and not self._closing and self.lost is None:
+        if self.link is not None and self.link.breaks(error) and not self._closing and self.lost is None:
             self._held = True
             self._start_resuming(self.link, Deadline(self.link.grace), LOST if error is None else reason_of(error))
             return

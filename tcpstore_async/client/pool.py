@@ -516,7 +516,7 @@ class Pool:
 
     def _resume_later(self, connection: SyncConnection, error: OSError) -> bool:
         """On the background loop, start replacing a broken connection; return False if it cannot be. Needs the lock."""
-        if not connection.can_resume() or (connection.down is None and not is_break(error)):
+        if not connection.can_resume() or (connection.down is None and not connection.breaks(error)):
             return False
         if connection.down is None:
             connection.mark_down(error)

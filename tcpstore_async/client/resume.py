@@ -3,8 +3,8 @@
 It knows addresses, deadlines and LINK; it must not know which requests the link carries, or what waits for replies.
 
 Invariants: nothing behind the reply to LINK is read here. A new connection that fails to resume the link is reset,
-because its orderly end would end the session. A refused connection is final, as the server and the session are gone;
-other failures may be transient.
+because its orderly end would end the session. A refused connection is final, as the server and the session are gone,
+unless the session is durable: then the server may come back. Other failures may be transient.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..auth.secret_files import TlsFiles
 from ..base.deadline import Deadline, backoff
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
-from ..links.single_client import ClientSingleLink, is_break
+from ..links.single_client import ClientSingleLink
 from ..wire.commands import BY_METHOD
 from ..wire.values import PREFIX
 from . import exchanges
@@ -50,7 +50,7 @@ def resume_blocking(
     def perform(step: _Step) -> Any:
         nonlocal peer, attempt
         if step is None:
-            peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True, token=token, tls=tls)
+            peer, _ = connect_blocking(host, port, deadline, wanted, not link.durable, token=token, tls=tls)
             attempt = Attempt(deadline.left(), wanted)
             return peer
         if isinstance(step, bytes):
@@ -75,7 +75,7 @@ async def resume(
     async def perform(step: _Step) -> Any:
         nonlocal peer
         if step is None:
-            peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls)
+            peer, _ = await connect(host, port, deadline, not link.durable, token=token, tls=tls)
             return peer
         if isinstance(step, float):
             return await asyncio.sleep(step)
@@ -143,7 +143,7 @@ async def resume_idle(
                 rest = link.resume(reply)
                 await asyncio.wait_for(transfer(peer, rest), deadline.left())
             except OSError as error:
-                if not is_break(error):
+                if not link.breaks(error):
                     raise
                 continue
             peer.setblocking(True)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..auth.secret_files import TlsFiles
 from ..base.deadline import MIN_ROUND_TRIP, Deadline
 from ..base.errors import DistError, DistNetworkError, ProtocolError, StoreTimeoutError
-from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
+from ..links.single_client import UNANSWERED_BYTES, ClientSingleLink
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
 from ..wire.commands import MUTATES, PARKS
@@ -343,7 +343,7 @@ class TCPClient(Pool):
                 self._wait(ticket, deadline, briefly=True)  # notified of any free connection, not only of this one
             if connection.user == me and not self._lost:
                 error = connection.down or connection.loss()
-                if error is not None and is_break(error):
+                if error is not None and connection.breaks(error):
                     if connection.down is None:
                         connection.mark_down(error)
                     connection.drain_abandoned_calls(deadline)

@@ -24,7 +24,7 @@ from typing import Final
 
 from ..base.deadline import Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
-from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
+from ..links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
 from ..wire.commands import BY_METHOD, PARKS
@@ -465,7 +465,9 @@ class SyncConnection:
         if link is not None:
             self.counted()
         if not arrived[0]:
-            if self.down is not None:  # a signal handler has received the error
+            if self.down is None and link is not None and self.breaks(None):
+                self.mark_down(ConnectionError(LOST))
+            if self.down is not None:  # or a signal handler has received the error
                 arrived.clear()
                 raise BlockingIOError
             raise ConnectionError(LOST)
@@ -576,15 +578,19 @@ class SyncConnection:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except OSError as error:
-                if not is_break(error):
+                if not self.breaks(error):
                     raise
                 return False
         self.sent = len(self.frame)
         return True
 
+    def breaks(self, error: BaseException | None) -> bool:
+        """Return whether the connection can be replaced after an error, or after its end (None)."""
+        return self.link is not None and not self.inherited and self.link.breaks(error)
+
     def _breaks(self, error: OSError) -> bool:
         """After an error of `send` or `recv`, return whether `resume` can replace the connection, and mark it down."""
-        if not is_break(error) or not self.can_resume():
+        if not self.breaks(error):
             return False
         self.mark_down(error)
         return True
@@ -593,8 +599,8 @@ class SyncConnection:
         """After an interrupt, mark the connection down if it struck between the kernel's error and `mark_down`."""
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, OSError) and is_break(cause):
-                if self.down is None and self.can_resume():
+            if isinstance(cause, OSError) and self.breaks(cause):
+                if self.down is None:
                     self.mark_down(cause)
                 return
             cause = cause.__context__
@@ -602,7 +608,7 @@ class SyncConnection:
     def mark_down(self, error: OSError) -> None:
         """Note that the connection is broken, and since when."""
         self.down_since = time.monotonic()
-        self.down = error.with_traceback(None)
+        self.down = error.with_traceback(None) if error.errno else ConnectionResetError(errno.ECONNRESET, str(error))
 
     def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
         """As `_receive`. Raises BlockingIOError if there is nothing, or the connection is broken."""

@@ -40,6 +40,7 @@ class Carrier(Holder):
         self.identity = identity
         self.secret = secret
         self.stream = stream
+        stream.outputs = registry.outputs
         self.size = size
         self.on_evict = on_evict
         self.attempt: int = 0

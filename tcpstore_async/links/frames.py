@@ -66,6 +66,8 @@ class LinkReply(msgspec.Struct, frozen=True):
     """Seconds for which the server keeps the sessions of a broken connection."""
     reason: str = ""
     """Why the link was refused."""
+    durable: bool = False
+    """Whether the server, if it comes back, knows the link: an orderly end and a refusal are breaks, too."""
 
 
 class Link(Resumable):

@@ -42,6 +42,8 @@ class LinkRegistry(LinkWork):
         """`offered` says whether peers may open links."""
         super().__init__(store, grace, keep_alive, portion)
         self.instance = instance
+        self.durable = False
+        """Whether links survive the server."""
         self.links: dict[bytes, ServerLink] = {}
         """Keyed by id."""
         self.places: dict[tuple[str, bytes], ServerLink] = {}
@@ -84,7 +86,7 @@ class LinkRegistry(LinkWork):
             lost = instance != self.instance.encode() or not link.carrier.stream.can_resume(taken, told)
             if lost or self.stopping:  # a link that is not resumed ends with its present connection
                 link.end("its client has lost its state, or refers to a different server" if lost else _STOPPING)
-                return self._reply(UNKNOWN, 0)
+                return self._reply(UNKNOWN, 0, _STOPPING if self.stopping else "")
         else:
             if link is not None:
                 link.end("its client has started over")  # the client never got the reply to its first LINK
@@ -180,7 +182,7 @@ class LinkRegistry(LinkWork):
         del self.singles[identity]
 
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
-        reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
+        reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason, self.durable)
         return pack(msgspec.json.encode(reply))
 
     def tick(self) -> bool:
@@ -225,6 +227,14 @@ class LinkRegistry(LinkWork):
             else:
                 link.add(GOING_AWAY, LINK)
                 link.note()
+
+    def restart(self) -> None:
+        """Begin every grace period anew: all connections are gone, as there was no server for a while."""
+        if self.clock.enters(self, "restart"):
+            return
+        self.ticked = self.clock.now
+        for carrier in [link.carrier for link in self.links.values()] + [one.carrier for one in self.singles.values()]:
+            carrier.lost = self.clock.now
 
     def close_all(self) -> None:
         """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""

@@ -6,6 +6,7 @@ Invariant: every byte sent is kept until the peer has acknowledged it, so the ne
 stopped, at whatever byte that was.
 """
 
+import zlib
 from typing import Final
 
 from ..base.errors import ProtocolError, counted
@@ -29,11 +30,37 @@ class Uncounted(Pins):
         pass
 
 
+class Outputs:
+    """A checksum of what streams are sent, in whatever pieces, and in whatever order the streams are."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Resumable, int] = {}
+        """Those to which something was added since the last `take`, each with the checksum of all its bytes."""
+
+    def add(self, stream: "Resumable", pieces: list[Framed]) -> None:
+        crc = stream.crc
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
+        stream.crc = self._sums[stream] = crc
+
+    def forget(self, stream: "Resumable") -> None:
+        self._sums.pop(stream, None)
+
+    def take(self) -> int:
+        """Return the checksum of what was added since the last call, in 32 bits."""
+        total = sum(self._sums.values()) & 0xFFFFFFFF
+        self._sums.clear()
+        return total
+
+
 class Resumable:
     """One end of a stream of bytes that survives its connection."""
 
     def __init__(self, budget: Pins) -> None:
         self.budget = budget
+        self.outputs: Outputs | None = None
+        """Where a checksum of what is sent is added, if it is needed."""
+        self.crc: int = 0
         self.taken: int = 0
         """Bytes taken from the peer."""
         self.sent: int = 0
@@ -44,6 +71,8 @@ class Resumable:
 
     def keep(self, pieces: list[Framed]) -> None:
         """Keep bytes that are sent now."""
+        if self.outputs is not None:
+            self.outputs.add(self, pieces)
         size = length(pieces)
         self.sent += size
         self.kept_bytes += size
@@ -88,6 +117,8 @@ class Resumable:
 
     def forget(self) -> None:
         """Keep nothing any more."""
+        if self.outputs is not None:
+            self.outputs.forget(self)
         if self.kept is not None:
             self.kept.release()
             self.kept = None

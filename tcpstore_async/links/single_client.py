@@ -50,6 +50,8 @@ class ClientSingleLink:
     def __init__(self) -> None:
         self.grace: float = 0.0
         """Seconds for which the server keeps the session of a broken connection."""
+        self.durable = False
+        """Whether the server, if it comes back, knows the session."""
         self.sent: list[tuple[int, bytes, PendingCall | None]] = [(0, b"", None)]
         """Requests sent, at least in part, in order, each with its call. The first item stands for the bytes that the
         server is known to have taken, and starts with their number; the others start with 0."""
@@ -84,7 +86,12 @@ class ClientSingleLink:
         reply = read_reply(raw)
         self._instance = reply.instance
         self.grace = reply.grace
+        self.durable = reply.durable
         return reply.status == NEW
+
+    def breaks(self, error: BaseException | None) -> bool:
+        """Return whether the link can be resumed after an error of its connection, or after its end (None)."""
+        return is_break(error) or (self.durable and (error is None or isinstance(error, ConnectionError)))
 
     def resume(self, raw: bytes) -> bytes:
         """Handle the reply to a later LINK; return the bytes to send again. Raises ProtocolError."""

@@ -41,6 +41,8 @@ class SingleLink(Keeper):
         """The bytes since LINK: requests taken, and replies."""
         self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, session.evict)
         self.over = False
+        self._ahead: int = 0
+        """Pieces of the session's output that are kept already."""
         self._stepping = False
         """Whether the registry will call `step`."""
 
@@ -151,11 +153,16 @@ class SingleLink(Keeper):
     # Replies
 
     def keep(self, out: list[Framed]) -> None:
-        """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
-        if self.over:
+        self.keep_ahead(out)
+        self._ahead = 0
+
+    def keep_ahead(self, out: list[Framed]) -> None:
+        new = out[self._ahead :] if self._ahead else out
+        self._ahead = len(out)
+        if self.over or not new:
             return
         stream = self.stream
-        stream.keep(out)
+        stream.keep(new)
         if stream.kept is not None and len(stream.kept.pieces) > MOST_PIECES:
             self._give_up()
         else:
@@ -163,6 +170,9 @@ class SingleLink(Keeper):
 
     def _give_up(self) -> None:
         """End the link: its client acknowledges too rarely, or a reply has too many pieces."""
+        recorder = self.registry.clock.recorder
+        if recorder is not None and recorder.again:
+            return  # an event says so, as other pieces may be kept here
         connection = self.connection
         if connection is None:
             self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies have not been acknowledged"))

@@ -12,6 +12,7 @@ from typing import Final
 from ..session.server import ServerSession
 from ..session.store import PORTION, Store
 from ..session.transport import Keeper, Transport
+from .resume import Outputs
 
 _CLOSING: Final = 8
 """Closing a session takes as long as handling this many frames."""
@@ -41,6 +42,8 @@ class LinkWork:
         self.skipped: int = 0
         """How often sessions were skipped, so far."""
         self.clock = store.hub.clock
+        self.outputs: Outputs | None = None
+        """Where links add what they send, if a checksum of that is needed."""
         self.ticked: float = self.clock.now
         """The time of the last `tick`."""
         self.on_work: Callable[[], object] = ignore

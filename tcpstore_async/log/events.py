@@ -109,6 +109,16 @@ class EventRecorder(Recorder):
         self._filled: dict[ServerSession, int] = {}
         """Bytes of the large value under way that are in events."""
 
+    def go_on(self, numbers: dict[ServerSession, int], opened: int, inquiries: int) -> None:
+        """Record the events of an engine in which others have been executed already."""
+        self.numbers = numbers
+        self._opened = opened
+        self._inquiries = inquiries
+        for session in numbers:
+            value = session.large_value()
+            if value is not None:
+                self._filled[session] = value.filled
+
     def enter(self, subject: Any, method: str, *given: Any) -> Any:
         reference = self.refer(subject)
         references = tuple(map(self.refer, given))
@@ -172,9 +182,9 @@ class EventRecorder(Recorder):
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         self._inquiries += 1
-        return self._noted(self._inquiries, steps)
+        return self.reply_of(self._inquiries, steps)
 
-    def _noted(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+    def reply_of(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         found = yield from steps
         self._answers.append(Reply(command, found))
         return found

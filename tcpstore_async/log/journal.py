@@ -1,7 +1,7 @@
 """The files of a journal: a directory that one server holds.
 
     LOCK          locked by that server
-    instance      which journal it is, in JSON
+    instance      which journal it is, and what it depends on, in JSON
     log-00000000  segments, in order
     next          a segment of zeros, made ahead; `made` until it is whole
 
@@ -30,14 +30,33 @@ SEGMENT_BYTES: Final = 16 << 20
 
 _ZEROS: Final = bytes(1 << 20)
 
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Instance(msgspec.Struct):
+    instance: str
+    sync: bool
+    boot: str
+    """Since when the machine has run; empty if that is not known."""
+    settings: dict[str, str]
+    """What the server must have in common with those that wrote the records."""
+
 
 class Journal:
     """Reads the records of a directory, then appends to them."""
 
-    def __init__(self, folder: Path, sync: bool, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sync: bool,
+        settings: dict[str, str] | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         """Lock the directory, which is made if need be.
 
-        With `sync`, records survive the machine. Raises JournalError, also for an OSError.
+        With `sync`, records survive the machine; those of before its start that were written without it are removed.
+        Records can be read only with the `settings` with which they were written. Raises JournalError, also for an
+        OSError.
         """
         self.folder = folder
         self.sync = sync
@@ -53,6 +72,8 @@ class Journal:
         self._ahead: threading.Thread | None = None
         self._failed: int = 0
         """The errno of the first error."""
+        self.outdated = False
+        """Whether records were removed that might not be whole, as the machine has started again."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,28 +84,46 @@ class Journal:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise JournalError(f"another server holds {folder}") from None
-            self.instance = self._read_instance()
+            self.instance = self._identify(settings or {})
         except BaseException:
             os.close(self._lock)
             raise
 
-    def _read_instance(self) -> str:
-        """Return the name of the journal, a new one where there is none."""
+    def _identify(self, settings: dict[str, str]) -> str:
+        """Return the name of the journal, a new one where there are no records to read."""
         path = self.folder / "instance"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])["instance"]
+            found: _Instance | None = msgspec.json.decode(path.read_bytes(), type=_Instance)
         except FileNotFoundError:
-            pass
-        except (OSError, KeyError, msgspec.MsgspecError) as error:
+            found = None
+        except (OSError, msgspec.MsgspecError) as error:
             raise JournalError(f"cannot read {path}: {error}") from None
-        if self._segments():
+        segments = self._segments()
+        if found is None and segments:
             raise JournalError(f"{self.folder} has segments, but no file named instance")
-        instance = secrets.token_hex(8)
         try:
-            self._make(path, [msgspec.json.encode({"instance": instance}), b"\n"])
-            self._sync_folder()
-        except OSError as error:
-            raise JournalError(f"cannot write {path}: {error.strerror}") from None
+            boot = _BOOT.read_text().strip()
+        except OSError:
+            boot = ""
+        if found is not None and segments and not found.sync and found.boot != boot:
+            self.outdated = True
+            self._unlink(path, *segments)
+            found, segments = None, []
+        if found is not None and segments:
+            for name, value in settings.items():
+                if found.settings.get(name) != value:
+                    raise JournalError(
+                        f"{self.folder} was written by a server with {name}={found.settings.get(name)}, and this one "
+                        f"has {name}={value}: start with the same, or with another directory"
+                    )
+        instance = secrets.token_hex(8) if found is None else found.instance
+        wanted = _Instance(instance, self.sync, boot, settings)
+        if found != wanted:
+            try:
+                self._make(path, [msgspec.json.encode(wanted), b"\n"])
+                self._sync_folder()
+            except OSError as error:
+                raise JournalError(f"cannot write {path}: {error.strerror}") from None
         return instance
 
     # Reading
@@ -229,9 +268,12 @@ class Journal:
     def remove(self) -> None:
         """Remove what the journal has written: its stores have ended for good. Then close it."""
         self._finish_ahead()
-        for path in [self.folder / name for name in ("instance", "next", "made")] + self._segments():
-            path.unlink(missing_ok=True)
+        self._unlink(*self._segments(), *(self.folder / name for name in ("instance", "next", "made")))
         self.close()
+
+    def _unlink(self, *paths: Path) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def _name(number: int) -> str:

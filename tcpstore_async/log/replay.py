@@ -8,7 +8,6 @@ Invariant: nothing is refused for memory here: what was refused is in no event, 
 
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from typing import Any, Final
 
 from ..base.clock import Recorder
@@ -16,7 +15,7 @@ from ..base.errors import BudgetError, PeerError, ProtocolError
 from ..session.server import ServerSession
 from ..session.transport import Keeper, Transport
 from ..wire.values import Framed
-from .events import OPENED, RECEIVE, Engine, Event, Reference, Refused, Reply, name_of
+from .events import OPENED, RECEIVE, Engine, Event, EventRecorder, Reference, Refused, Reply, name_of
 
 _UNLIMITED: Final = 2**62
 
@@ -49,11 +48,20 @@ class Replayer(Recorder):
         self.inside = self.again = True
         self.hub = engine.root.hub
         self.hub.clock.recorder = self
+        self._before: list[tuple[Any, str, Any]] = []
+        """What the engine had before: objects, attributes and values."""
+        self._limit = self.hub.budget.limit
         self.hub.budget.resize(_UNLIMITED)
-        self.hub.auth.authenticate = lambda token: ""
+        if self.hub.auth.authenticate is not None:
+            self._replace(self.hub.auth, "authenticate", _ignore)
+        self._replace(engine.root.keyspace, "on_work", None)
         if engine.named is not None:
-            engine.named.open_port = lambda store: 0
-            engine.named.on_released = lambda store: None
+            for name in ("open_port", "close_port", "on_released", "on_work"):
+                self._replace(engine.named, name, _ignore)
+        if engine.links is not None:
+            for name in ("on_work", "on_link", "on_end", "on_refused", "on_refusal"):
+                self._replace(engine.links, name, _ignore)
+            self._replace(engine.links, "on_failure", _close)
         self.sessions: dict[int, ServerSession] = {}
         """Keyed by number."""
         self.numbers: dict[ServerSession, int] = {}
@@ -61,6 +69,21 @@ class Replayer(Recorder):
         self._answers: deque[Any] = deque()
         self._executions = 0
         self._inquiries = 0
+        self._recorder: EventRecorder | None = None
+        """What records what happens from now on; None while events are executed again."""
+
+    def _replace(self, thing: Any, name: str, value: Any) -> None:
+        self._before.append((thing, name, getattr(thing, name)))
+        setattr(thing, name, value)
+
+    def record(self, note: Callable[[list[Event]], object]) -> EventRecorder:
+        """Execute no more; return what records the events that follow. The engine gets back what it had before."""
+        for thing, name, value in self._before:
+            setattr(thing, name, value)
+        self.hub.budget.resize(self._limit)
+        recorder = self._recorder = EventRecorder(self.engine, note)
+        recorder.go_on(self.numbers, self._opened, self._inquiries)
+        return recorder
 
     def execute(self, event: Event) -> None:
         self.hub.clock.now = event.now
@@ -72,8 +95,10 @@ class Replayer(Recorder):
         elif subject is not None and given.count(None) == event.given.count(None):
             if event.method == RECEIVE and isinstance(subject.owner, Transport) and subject.owner.single is not None:
                 subject.owner.single.received(len(given[0]))
-            with suppress(PeerError):  # of a link's connection, which is about to be closed
+            try:
                 getattr(subject, event.method)(*given)
+            except PeerError:
+                pass  # of a link's connection, which is about to be closed
         self._report(subject)
 
     def _find(self, thing: Any) -> Any:
@@ -143,15 +168,16 @@ class Replayer(Recorder):
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         self._inquiries += 1
-        return self._noted(self._inquiries)
+        return self._noted(self._inquiries, steps)
 
-    def _noted(self, command: int) -> Generator[None, None, Any]:
-        while True:
+    def _noted(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        while self._recorder is None:
             answer = self._answers[0] if self._answers else None
             if isinstance(answer, Reply) and answer.command == command:
                 self._answers.popleft()
                 return answer.result
             yield
+        return (yield from self._recorder.reply_of(command, steps))
 
     def opened(self, session: ServerSession) -> None:
         self._opened += 1
@@ -163,3 +189,11 @@ class Replayer(Recorder):
 
     def evicted(self, subject: Any, error: Exception) -> None:
         pass
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _close(transport: Transport) -> None:
+    transport.close()

@@ -21,6 +21,8 @@ from ..base.errors import BudgetError, LimitError, NotAllowedError, PeerError, P
 from ..base.limits import DEFAULT_GRACE, Limits
 from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
+from ..log.events import Engine
+from ..log.journal import Journal
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.peer import Peer, latecomers
@@ -33,6 +35,7 @@ from .audit import AuditLog
 from .due import Due
 from .features import attach_features
 from .listen_socket import reserve_connections
+from .persistence import Persistence
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .store_ports import StorePorts
@@ -66,11 +69,12 @@ class Server:
         session_bytes: int = SESSION_BYTES,
         turn: LoopTurn | None = None,
         tls: ServerTls | None = None,
+        instance: str = "",
     ) -> None:
         """Serve the peers of `listener`, which is closed when the server stops accepting.
 
         `session_bytes` is what one connection costs. `turn` is a lock if several threads serve connections. With
-        `tls`, peers may use TLS.
+        `tls`, peers may use TLS. `instance` tells this server from others; by default it is random.
         """
         self.loop = asyncio.get_running_loop()
         self.listener = listener
@@ -85,7 +89,7 @@ class Server:
         self.store: Store = Store(limits, session_bytes=session_bytes)
         self.clock = self.turn.clock = self.store.hub.clock
         self.turn.begin()
-        features = attach_features(self.store, secrets.token_hex(8), backend)
+        features = attach_features(self.store, instance or secrets.token_hex(8), backend)
         self.links: LinkRegistry = features.links
         self.links.on_work = lambda: self.call_soon(self._serve_links)
         self.links.on_link = self._ticking.expect
@@ -96,6 +100,10 @@ class Server:
         )
         self.links.on_failure = self.give_up
         self.store.keyspace.on_work = self._schedule_work
+        self.persistence: Persistence | None = None
+        """Keeps what has been executed, before anything leaves."""
+        self.on_lost: Callable[[OSError], object] | None = None
+        """Called if it cannot: nothing has left, and nothing more will."""
         self.named: NamedStores = features.named
         self.named.on_work = self._schedule_work
         self.named.on_released = lambda _: self._leaving.expect()
@@ -170,19 +178,44 @@ class Server:
         self.ports.reserve(self.max_connections)
         self.acceptor.resume()
 
+    def persist(self, journal: Journal) -> None:
+        """Continue with the stores of a journal, and keep it. Call it before `start`. Raises JournalError."""
+        engine = Engine(self.store, self.named, self.links)
+        self.persistence = Persistence(engine, self.links, self.turn, journal)
+        with self.turn:
+            self._schedule_work()
+            self.call_soon(self._serve_links)
+            self._ticking.expect()
+            self._leaving.expect()
+            for store in self.named.ports.values():
+                failed = self.ports.open_again(store)
+                if failed:
+                    self.log_limited("ports", f"cannot listen on port {store.port} of {store} again: {failed}")
+            self.flush_pending()
+
     def stop_accepting(self) -> None:
         """Free the port; open connections stay. Idempotent."""
         self.acceptor.close()
 
-    def stop(self) -> None:
-        """Stop at once: the port is free and every connection closed on return. Idempotent."""
+    def stop(self, for_good: bool = True) -> None:
+        """Stop at once: the port is free and every connection closed on return. Idempotent.
+
+        Unless that is `for_good`, links are not told that they have ended: another server will continue them.
+        """
         if self.stopped:
             return
         self.stopped = True
         self.stop_accepting()
+        if self.persistence is not None:
+            with self.turn:
+                pass  # what has happened is kept, and answered
+            self.persistence.close(for_good)
+            if not self.persistence.failed():
+                self.persistence = None
         with self.turn:
             self.ports.stop()
-            self.links.close_all()
+            if for_good:
+                self.links.close_all()
             self.flush_pending()
         with self.turn:  # another one: what links are sent has left
             for connection in self.open_connections():
@@ -193,6 +226,11 @@ class Server:
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
+
+    def lost(self, error: OSError) -> None:
+        """Serve no more, as what has happened cannot be made durable: nobody must learn of it."""
+        if self.on_lost is not None:
+            self.on_lost(error)
 
     async def drain(self, grace: float) -> None:
         """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""
@@ -436,6 +474,11 @@ class Server:
         if not self._to_flush:
             self.call_soon(self._flush_more)
         evicted = self.store.hub.evicted
+        if self.persistence is not None:  # the record of this turn tells what links are sent
+            for session in pending_flush:
+                owner = session.owner
+                if isinstance(owner, Transport) and owner.single is not None:
+                    owner.single.keep_ahead(owner.session.out)
         self._to_flush.extend(pending_flush)  # unfiltered: reading each session would cost a cache miss
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 

@@ -86,14 +86,26 @@ class StorePorts:
         except OSError as error:
             where = "" if self.numbers == ANY else f" on any of the ports {self.numbers[0]}-{self.numbers[-1]}"
             return f"the server cannot listen{where}: {error.strerror or error}"
+        self._accept(store, listener)
+        port: int = listener.getsockname()[1]
+        return port
+
+    def open_again(self, store: NamedStore) -> str:
+        """Listen on the port that a store already has; return why that fails, or nothing."""
+        host, _, *scope = self._address
+        try:
+            self._accept(store, close_on_fork(listen_at(self._family, (host, store.port, *scope), self._v6_only)))
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def _accept(self, store: NamedStore, listener: socket.socket) -> None:
         serve = self._serve
         acceptor = Acceptor(
             self._loop, listener, lambda fd, host, port: serve(fd, host, port, store), self._served, self._log
         )
         self._acceptors[store] = acceptor
         self._call_soon(acceptor.resume)
-        port: int = listener.getsockname()[1]
-        return port
 
     def close(self, store: NamedStore) -> None:
         """Schedule closing the port of a store that has ended. Connections until then are rejected."""

@@ -22,6 +22,7 @@ from ..session.transport import Transport
 from ..session.unsent import PIECES, first_bytes
 from ..wire.values import Framed, length
 from . import base
+from .persistence import Persistence
 from .poller import READ, WRITE, WatchWith, make_poller
 from .tls import CIPHERTEXT_ON, MOST_HANDSHAKES, TLS_BYTES, ServerTls
 
@@ -255,7 +256,10 @@ class Connection(Transport):
         server = self.server
         server.connections[fd] = None
         server.poller.forget(fd)
-        os.close(fd)
+        if server.persistence is None:
+            os.close(fd)
+        else:
+            server.closing.append(fd)
         if server.refused:
             server.refused.pop(self, None)
         self.leave(broken)
@@ -492,8 +496,9 @@ class UvServer(base.Server):
         limits: Limits,
         watch_with: WatchWith = make_poller,
         tls: ServerTls | None = None,
+        instance: str = "",
     ) -> None:
-        super().__init__(listener, limits, "uv", tls=tls)
+        super().__init__(listener, limits, "uv", tls=tls, instance=instance)
         self.high_water = limits.unsent_high_water
         self.connections: list[Connection | None] = []
         """Indexed by file descriptor; those in `tls_connections` are None here."""
@@ -504,6 +509,8 @@ class UvServer(base.Server):
         """Connections with replies, which are written at the end of the turn; some more than once."""
         self.held_bytes: int = 0
         """Bytes of their long replies; those of a connection may be counted more than once."""
+        self.closing: list[int] = []
+        """Descriptors that are closed once what has happened is durable."""
         self.refused: dict[Connection, PeerError] = {}
         """Connections that are closed behind these replies, and why."""
         self.turn.end = self._write_held
@@ -525,6 +532,9 @@ class UvServer(base.Server):
         return [*found, *self.tls_connections.values()]
 
     def release(self) -> None:
+        for fd in self.closing:
+            os.close(fd)
+        self.closing.clear()
         self.poller.close()
 
     def close_inherited(self) -> None:
@@ -596,6 +606,9 @@ class UvServer(base.Server):
         while self.held:
             held, self.held = self.held, []
             self.held_bytes = 0
+            if self.persistence is not None and not self._commit(self.persistence, held):
+                self.held = held
+                return
             for connection in held:
                 fd = connection.fd
                 if fd < 0:
@@ -635,6 +648,22 @@ class UvServer(base.Server):
                 self.attach_links()
             if self.store.hub.pending_flush:
                 self.flush_pending()
+        if self.persistence is not None and self._commit(self.persistence, self.held):
+            for fd in self.closing:
+                os.close(fd)
+            self.closing.clear()
+
+    def _commit(self, persistence: Persistence, held: list[Connection]) -> bool:
+        """Make durable what has happened before these connections are written to; return whether that succeeded."""
+        for connection in held:
+            if connection.single is not None:
+                connection.single.keep_ahead(connection.session.out)
+        try:
+            persistence.commit()
+        except OSError as error:
+            self.lost(error)
+            return False
+        return True
 
     def _ready_with_tls(self, fd: int, events: int) -> None:
         connection = self.tls_connections.get(fd)

@@ -265,6 +265,8 @@ class NamedStores:
         """
         self.on_created: Callable[[NamedStore], object] | None = None
         """Called with each new store."""
+        self._patient_until: float = 0.0
+        """The time until which a store whose owners have no connection is not lost, as they may come back."""
         self.ports: dict[str, NamedStore] = {}
         """Stores with a port of their own, keyed by that port in decimal."""
         self.open_port: Callable[[NamedStore], int | str] | None = None
@@ -324,7 +326,7 @@ class NamedStores:
                 store = self._create(entry)
             elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
                 if store.is_lost():
-                    return _lost(store)
+                    return self._lost(store)
                 age = self.clock.now - store.since
                 return _reply(
                     TAKEN, f"{store} already has an owner ({store.creator}), which created it {age:.1f} s ago"
@@ -336,7 +338,7 @@ class NamedStores:
                 ENDED, f"{store} belongs to attempt {store.attempt}, but this rank belongs to attempt {entry.attempt}"
             )
         elif store.is_lost():
-            return _lost(store)
+            return self._lost(store)
         self._put(entry, store)
         port, no_port = self._port_for(entry, store) if entry.server else (0, "")
         return _encoded(EnterReply(ENTERED, store.incarnation, "", port, no_port, found))
@@ -399,6 +401,13 @@ class NamedStores:
         store = session.store
         if isinstance(store, NamedStore):
             store.reconnected(session)
+            if self.clock.now < self._patient_until and session in store.owners:
+                self._let_in_again(store)
+
+    def restart(self, patient_until: float) -> None:
+        """Until then, let sessions wait for stores whose owners have no connection: there was no server for a while."""
+        if not self.clock.enters(self, "restart", patient_until):
+            self._patient_until = patient_until
 
     def drop(self, name: str, why: str) -> bool:
         """End a store at once; return whether there is one."""
@@ -558,6 +567,17 @@ class NamedStores:
             if waiting is not None:
                 self.unnamed.keyspace.defer(Later(self._let_each_in(waiting), partial(self._let_waiter_in, waiting)))
 
+    def _let_in_again(self, store: NamedStore) -> None:
+        """Decide again about sessions that have waited for the owner of this store."""
+        self._let_in(self.waiting, (store.name, *(f"{host}:{store.port}" for host in store.hosts)))
+        self._let_in(self.seeking, store.addresses)
+
+    def _lost(self, store: NamedStore) -> Framed | None:
+        """Return the reply to a session whose store has lost its owner, or None while the owner may come back."""
+        if self.clock.now < self._patient_until:
+            return None
+        return _reply(LOST, f"{store} has lost its owner ({store.creator}) and will end unless the owner comes back")
+
     def _let_each_in(self, waiting: OrderedDict[ServerSession, Entry]) -> Iterator[None]:
         portion = max(1, self.unnamed.keyspace.portion // _LETTING_IN)
         while True:
@@ -635,6 +655,8 @@ class NamedStores:
             _remove(self.addresses, address, store)
         # Sessions that wait because two stores came into question.
         self._let_in(self.seeking, tuple(one for one in store.addresses if len(self.addresses.get(one, ())) < 2))
+        if self._patient_until:
+            self._let_in_again(store)
         self.ending[store] = True
         self.ended[store.incarnation] = store.name, why
         if len(self.ended) > _REMEMBERED:
@@ -737,10 +759,6 @@ def _remove(index: dict[str, dict[NamedStore, bool]], key: str, store: NamedStor
 def _is_later(attempt: str, other: str) -> bool:
     """Return whether an attempt is known to come after another one."""
     return attempt.isdecimal() and other.isdecimal() and int(attempt) > int(other)
-
-
-def _lost(store: NamedStore) -> Framed:
-    return _reply(LOST, f"{store} has lost its owner ({store.creator}) and will end unless the owner comes back")
 
 
 def _reply(status: str, reason: str) -> Framed:

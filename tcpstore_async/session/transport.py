@@ -86,7 +86,11 @@ class Keeper(Transport):
         raise NotImplementedError
 
     def keep(self, out: list[Framed]) -> None:
-        """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
+        """Keep the session's output, which is about to be sent. May evict the session, which clears its `out`."""
+        raise NotImplementedError
+
+    def keep_ahead(self, out: list[Framed]) -> None:
+        """As `keep`, some time before it, which then keeps the rest."""
         raise NotImplementedError
 
     def detach(self) -> None:

@@ -285,7 +285,7 @@ def test_what_was_appended_survives_a_kill(tmp_path: Path, sync: bool) -> None:
         child = os.fork()
         if child == 0:
             try:
-                journal = Journal(tmp_path, sync, 4000)
+                journal = Journal(tmp_path, sync, segment_bytes=4000)
                 number = sum(1 for _ in journal.read())
                 while True:
                     journal.append(0.0, 0, b"%d " % number * (1 + number % 700))

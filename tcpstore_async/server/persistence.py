@@ -1,0 +1,133 @@
+"""Keeps the stores of a server in a journal: executes its records again, then writes one for each turn.
+
+Knows an engine and a journal. Must not know what an event does, or how the server's connections work.
+
+Invariants: what a record depends on is in the records before. Nothing that a turn replies leaves before `commit`. If
+the records have another effect than before, no client continues on a state that is not its own.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from ..links.link_registry import LinkRegistry
+from ..links.resume import Outputs
+from ..log.encoding import JournalError, decode, encode
+from ..log.events import Engine, Event
+from ..log.journal import Journal
+from ..log.records import Record
+from ..log.replay import Ghost, Replayer
+from ..session.server import ServerSession
+from ..session.transport import Transport
+from .turn import LoopTurn
+
+log = logging.getLogger("tcpstore_async.server")
+
+_UNKNOWN: Final = "unknown"
+"""The instance of a server to which no link belongs."""
+
+
+class Persistence:
+    """The journal of one server."""
+
+    def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, journal: Journal) -> None:
+        """Execute the records of the journal again. Raises JournalError."""
+        self.journal = journal
+        self._engine = engine
+        self._turn = turn
+        self._clock = engine.root.hub.clock
+        self._events: list[Event] = []
+        """Those of the turn."""
+        self._outputs = links.outputs = Outputs()
+        links.durable = True
+        self._error: OSError | None = None
+        self.records: int = 0
+        """How many records were executed again."""
+        self._replay(links)
+
+    # The start
+
+    def _replay(self, links: LinkRegistry) -> None:
+        replayer = Replayer(self._engine, lambda session, pieces: None)
+        differs = False
+        for record in self.journal.read():
+            self.records += 1
+            self._clock.now = record.now
+            if not self._same(replayer, record) and not differs:
+                differs = True
+                log.error(
+                    "record %d in %s had another effect than before: no client can continue its session",
+                    record.number,
+                    self.journal.folder,
+                )
+        recorder = replayer.record(self._events.extend)
+        last = self._clock.now
+        self._turn.begin()
+        if not self.records:
+            return
+        self._turn.offset = last - self._clock.now  # the time without a server is nobody's fault
+        self._turn.begin()
+        self._break(recorder.numbers, links)
+        if differs:
+            links.instance = _UNKNOWN
+        self.commit()
+
+    def _same(self, replayer: Replayer, record: Record) -> bool:
+        """Execute the events of a record; return whether links are sent what they were sent before."""
+        try:
+            for event in decode(record.events, record.now):
+                replayer.execute(event)
+        except JournalError:
+            raise
+        except Exception:
+            log.exception("record %d in %s fails", record.number, self.journal.folder)
+        return self._outputs.take() == record.outputs
+
+    def _break(self, sessions: Iterable[ServerSession], links: LinkRegistry) -> None:
+        """Break all connections, as they are gone: events like any others."""
+        hub = self._engine.root.hub
+        for link in list(links.attaching):
+            link.attach()
+        for session in list(sessions):
+            owner = session.owner
+            if isinstance(owner, Ghost):
+                owner.leave(True)
+        for evicted in list(hub.evicted):
+            owner = evicted.owner
+            if isinstance(owner, Transport):
+                owner.close()
+        links.restart()
+        if self._engine.named is not None:
+            self._engine.named.restart(self._clock.now + links.grace)
+        hub.pending_flush.extend(session for session in sessions if session.out)
+
+    # Each turn
+
+    def commit(self) -> None:
+        """Write a record of what has entered the stores since the last one. Raises OSError."""
+        if self._error is not None:
+            raise self._error
+        events = self._events
+        if events:
+            encoded = encode(events)
+            events.clear()
+            try:
+                self.journal.append(self._clock.now, self._outputs.take(), encoded)
+            except OSError as error:
+                self._error = error
+                raise
+
+    def failed(self) -> bool:
+        """Return whether a record could not be written."""
+        return self._error is not None
+
+    def close(self, for_good: bool) -> None:
+        """Record no more. What clients see now does not matter to those that come back: nothing is written of it.
+
+        If that is `for_good`, the journal is removed, else it is left to another server.
+        """
+        self._clock.recorder = None
+        if for_good:
+            self.journal.remove()
+        else:
+            self.journal.close()
