@@ -128,9 +128,9 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     "--persist",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep the stores in this directory, and continue with those that are there: ranks behind relays and clients of "
-    "this package only notice a pause. On SIGTERM the server leaves them to the next one; SIGINT and --linger remove "
-    "them.",
+    help="Keep the stores in this directory, and continue with those that are there: ranks behind relays, and clients "
+    "of this package, only notice a pause. On SIGTERM the server leaves them to the next one; SIGINT and --linger "
+    "remove them.",
 )
 @click.option(
     "--sync",

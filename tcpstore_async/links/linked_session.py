@@ -133,6 +133,9 @@ class LinkedSession(Credit):
     def shares_connection(self) -> bool:
         return True
 
+    def survives(self) -> bool:
+        return True
+
     # In
 
     def receive(self, payload: bytes) -> None:

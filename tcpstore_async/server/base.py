@@ -581,7 +581,10 @@ class Server:
             if now - store.released < DEFAULT_GRACE:
                 return store.released + DEFAULT_GRACE - now
             self.named.close(store)
-        return None
+        until = self.named.orphaned_until()
+        if until is not None and until <= now:
+            self.named.end_orphans()
+        return None if until is None or until <= now else until - now
 
     def _close_overdue(self) -> float | None:
         """Close connections that have not sent VALIDATE in time."""

@@ -88,6 +88,8 @@ class Persistence:
         hub = self._engine.root.hub
         for link in list(links.attaching):
             link.attach()
+        if self._engine.named is not None:
+            self._engine.named.restart(self._clock.now + links.grace)
         for session in list(sessions):
             owner = session.owner
             if isinstance(owner, Ghost):
@@ -97,8 +99,6 @@ class Persistence:
             if isinstance(owner, Transport):
                 owner.close()
         links.restart()
-        if self._engine.named is not None:
-            self._engine.named.restart(self._clock.now + links.grace)
         hub.pending_flush.extend(session for session in sessions if session.out)
 
     # Each turn

@@ -267,6 +267,8 @@ class NamedStores:
         """Called with each new store."""
         self._patient_until: float = 0.0
         """The time until which a store whose owners have no connection is not lost, as they may come back."""
+        self._orphans: dict[NamedStore, None] = {}
+        """Stores that end then unless an owner has come back: their owners' sessions were not to survive."""
         self.ports: dict[str, NamedStore] = {}
         """Stores with a port of their own, keyed by that port in decimal."""
         self.open_port: Callable[[NamedStore], int | str] | None = None
@@ -405,9 +407,33 @@ class NamedStores:
                 self._let_in_again(store)
 
     def restart(self, patient_until: float) -> None:
-        """Until then, let sessions wait for stores whose owners have no connection: there was no server for a while."""
-        if not self.clock.enters(self, "restart", patient_until):
-            self._patient_until = patient_until
+        """Until then, let sessions wait for stores whose owners have no connection: there was no server for a while.
+
+        To be called before the sessions end that do not survive that.
+        """
+        if self.clock.enters(self, "restart", patient_until):
+            return
+        self._patient_until = patient_until
+        for store in self.stores.values():
+            for session in list(store.owners):
+                if not isinstance(session.owner, Transport) or not session.owner.survives():
+                    store.disown(session)
+            if not store.owners:
+                self._orphans[store] = None
+
+    def orphaned_until(self) -> float | None:
+        """Return when `end_orphans` has to be called; None if there are no orphans."""
+        return self._patient_until if self._orphans else None
+
+    def end_orphans(self) -> None:
+        """End the stores whose owners have not come back."""
+        if self.clock.enters(self, "end_orphans"):
+            return
+        orphans, self._orphans = self._orphans, {}
+        for store in orphans:
+            if not store.owners and not store.ended:
+                self._end(store, f"its owner ({store.creator}) did not come back after the server's restart")
+                self.close(store)
 
     def drop(self, name: str, why: str) -> bool:
         """End a store at once; return whether there is one."""

@@ -60,6 +60,10 @@ class Transport(Owner):
         """Schedule the requests that the session, which comes from another connection, has held back."""
         raise NotImplementedError
 
+    def survives(self) -> bool:
+        """Return whether the session outlives its connection."""
+        return self.single is not None
+
     def awaited_since(self) -> float:
         return self.session.connected_at
 

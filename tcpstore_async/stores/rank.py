@@ -42,10 +42,13 @@ def new_token() -> bytes:
 class Rank:
     """A rank that joins a world of a given size, if need be over several connections."""
 
-    def __init__(self, world: int, is_master: bool, deadline: Deadline, token: bytes = b"") -> None:
-        """`token` is one under which the rank may have been counted already."""
+    def __init__(
+        self, world: int, is_master: bool, deadline: Deadline, token: bytes = b"", hosts: bool = False
+    ) -> None:
+        """`token` is one under which the rank may have been counted already; `hosts` says whether it has a server."""
         self.world = world
         self.is_master = is_master
+        self.hosts = hosts
         self.deadline = deadline
         self.losses = 0
         """Connections in a row that the same server closed during a join."""
@@ -74,7 +77,7 @@ class Rank:
     def pause(self) -> bool:
         """Wait after a lost connection before the next; return False if there must be none."""
         self.losses += 1
-        if self._counted or self.is_master or self.losses >= _MOST_LOSSES or self.deadline.passed():
+        if self._counted or self.hosts or self.losses >= _MOST_LOSSES or self.deadline.passed():
             return False
         wait = backoff(self.losses)
         left = self.deadline.left()

@@ -233,7 +233,6 @@ class TCPStore(Store):
         if self._owns:
             # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
             self._ending = weakref.finalize(self, self._client.close)
-            self._client.extended(began=deadline.began)  # from now on a reset connection does not end the store
             if ranks is not None:
                 _wait_for_workers(self._client, ranks, deadline)
 
@@ -265,17 +264,16 @@ class TCPStore(Store):
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
         """Connect and, with a number of ranks, join.
 
-        If the connection is lost in between, it may have been to the previous round's server as it stopped. Our servers
-        count a rank once, so the join is sent again.
+        If the connection is lost in between, it may have been to the previous round's server as it stopped, or to one
+        that comes back. Our servers count a rank once, so the join is sent again, and know an owner again.
         """
-        rank = (
-            None if ranks is None else Rank(ranks, self._owns or self._hosted is not None, deadline, self._rank_token)
-        )
+        hosts = self._hosted is not None
+        rank = Rank(ranks or 0, self._owns or hosts, deadline, self._rank_token, hosts)
+        name = self._name(ranks)
         host, port = (self.host, self.port) if self._server is None else self._server[:2]
         own = None if self._hosted is None else OwnAddress(host, port)
         while True:
             try:
-                name = self._name(ranks)
                 client = TCPClient(
                     host,
                     port,
@@ -285,24 +283,25 @@ class TCPStore(Store):
                     self._token,
                     self._tls,
                     name,
-                    joins=rank is not None,
+                    joins=ranks is not None,
                     refused_is_final=self._refused_is_final,
                     wanted=always if own is None else own.wait,
                 )
             except DistNetworkError as error:
                 if own is not None and own.fault:
                     raise DistNetworkError(f"{error} {own.fault}") from None
-                raise (error if rank is None else rank.blame(error)) from None
+                raise rank.blame(error) from None
             client.joining = True
             try:
-                if rank is None or self._joins(client, rank):
+                if self._owns:
+                    client.extended(began=deadline.began)  # from now on a reset connection does not end the store
+                if ranks is None or self._joins(client, rank):
                     client.timeout = self._timeout
                     client.joining = False
                     return client
                 client.close()
             except DistNetworkError as error:
                 client.close()
-                assert rank is not None
                 if not rank.pause():
                     raise rank.blame(error) from None
             except StoreTimeoutError as error:
