@@ -144,6 +144,7 @@ async def serve(
                     yield server
             finally:
                 if os.getpid() == pid:
+                    await server.dismiss()
                     if listener is None:  # frees the port even if a child forked just now still has a copy
                         with suppress(OSError):
                             listening.shutdown(socket.SHUT_RDWR)

@@ -64,6 +64,8 @@ class Clock:
         """In seconds of the server's clock, which is monotonic."""
         self.done: int = -1
         """Where the last command that `receive` executed ends, in the bytes kept and received; -1 if none was."""
+        self.lasting = False
+        """Set by `receive` when it executes a command that may change anything."""
         self.recorder: Recorder | None = None
         """What events pass; None while they are neither recorded nor executed again."""
 

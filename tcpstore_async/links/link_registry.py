@@ -82,7 +82,7 @@ class LinkRegistry(LinkWork):
             taken = _number(said, b"taken")
             told = 0 if single else _number(said, b"told")
             if link is None:
-                return self._reply(UNKNOWN, 0)
+                return self._reply(UNKNOWN, 0, _STOPPING if self.stopping else "")
             lost = instance != self.instance.encode() or not link.carrier.stream.can_resume(taken, told)
             if lost or self.stopping:  # a link that is not resumed ends with its present connection
                 link.end("its client has lost its state, or refers to a different server" if lost else _STOPPING)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.clock import Recorder
 from ..base.errors import BudgetError, PeerError
+from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.keyspace import Keyspace
 from ..links.link_registry import LinkRegistry
 from ..links.link_server import LinkInput, ServerLink
@@ -82,6 +83,7 @@ def is_link(session: ServerSession) -> bool:
     return isinstance(session.partial, LinkInput)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EventRecorder(Recorder):
     """Notes the events of one engine."""
 
@@ -138,6 +140,8 @@ class EventRecorder(Recorder):
         filled = b"" if value is None else bytes(value.buffer[before : value.filled])  # read straight into it
         running = session.running
         idle = high and running is None and not session.store.keyspace.working
+        reads = chunk != b"" and self._begins(session)
+        self.clock.lasting = False
         failed = True
         self.inside = True
         try:
@@ -159,13 +163,31 @@ class EventRecorder(Recorder):
             else:
                 given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
             stepped = running is not None and (not failed or session.running is not running)
-            if given or filled or stepped or not (failed or idle):
+            if reads and not failed and not self.clock.lasting and not self._answers and self._begins(session):
+                self._note_evicted()
+            elif given or filled or stepped or not (failed or idle):
                 self._note(RECEIVE, self.refer(session), (filled + given,))
             else:
                 self._answers.clear()
                 self._note_evicted()
             if (value := session.large_value()) is not None:
                 self._filled[session] = value.filled
+
+    def _begins(self, session: ServerSession) -> bool:
+        """Return whether a session is between two requests and owes nothing, nor does anyone owe it anything.
+
+        What it then only reads is no event, unless it is on a link, which counts every byte.
+        """
+        owner = session.owner
+        return (
+            session.partial is None
+            and session.input_buffer is None
+            and session.running is None
+            and session.handoff is None
+            and not session.store.keyspace.working
+            and isinstance(owner, Transport)
+            and owner.single is None
+        )
 
     def receive_linked(self, session: ServerSession, payload: bytes) -> None:
         self._executions += 1

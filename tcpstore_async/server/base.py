@@ -53,6 +53,9 @@ _REFUSED_SECONDS: Final = 5.0
 _MOST_REFUSED: Final = 1024
 """Connections for which the reason is remembered."""
 
+_FAREWELL_SECONDS: Final = 1.0
+"""Time for clients to ask for their sessions, which they do at once when their connections end."""
+
 _TICK_SECONDS: Final = 1.0
 """Time between two ticks of the links."""
 
@@ -196,6 +199,25 @@ class Server:
     def stop_accepting(self) -> None:
         """Free the port; open connections stay. Idempotent."""
         self.acceptor.close()
+
+    async def dismiss(self) -> None:
+        """Stop for good a server that clients expect to come back: for a second, tell those that ask."""
+        if self.persistence is None or self.stopped:
+            return
+        with self.turn:
+            pass  # what has happened is kept, and answered
+        self.persistence.close(True)
+        self.persistence = None
+        expected = len(self.links.singles) > 0
+        with self.turn:
+            self.ports.stop()
+            self.links.go_away()
+            for connection in self.open_connections():
+                if connection.single is not None:
+                    connection.close()
+            self.flush_pending()
+        if expected:
+            await asyncio.sleep(_FAREWELL_SECONDS)
 
     def stop(self, for_good: bool = True) -> None:
         """Stop at once: the port is free and every connection closed on return. Idempotent.

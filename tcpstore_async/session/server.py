@@ -90,6 +90,8 @@ class ServerSession(Session):
                 return
             at = stop
             clock.done = at
+            if slot.lasting:
+                clock.lasting = True
             slot.tally.count += 1
             if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)

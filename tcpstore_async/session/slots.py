@@ -8,8 +8,10 @@ Invariant: what a slot executes is the same whether it is watched or not.
 from typing import Any, Final
 
 from ..wire.codecs import Handler, RequestCodec
-from ..wire.commands import Command
+from ..wire.commands import HANDSHAKE, HOLDS, MUTATES, PARKS, SESSION, Command
 from .key_list_cache import SharedKeys
+
+_LASTING: Final = MUTATES | PARKS | SESSION | HANDSHAKE | HOLDS
 
 
 class Tally:
@@ -27,6 +29,8 @@ class Slot:
         self.tally = tally
         self.request: RequestCodec = command.request
         self.call = call
+        self.lasting = command.flags & _LASTING != 0 and command.method != "ping"
+        """Whether it may change anything, as opposed to a request whose reply is all that matters."""
         self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
         self._unwatched: list[Handler] = []

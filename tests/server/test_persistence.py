@@ -1,0 +1,313 @@
+"""A server with a journal that ends in whatever way comes back, and its clients go on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tcpstore_async
+from faults.kills import kills
+from support import Server, free_port, listening, tcpstore, tcpstore_relay, tcpstore_server
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.base.errors import DistNetworkError
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.store_name import StoreName, name_of
+from tcpstore_async.log import journal as journal_module
+from tcpstore_async.log.encoding import JournalError
+from tcpstore_async.log.journal import Journal
+from tcpstore_async.serving import serve
+
+pytestmark = pytest.mark.slow
+
+KINDS = ["async", "sync", "relay"]
+
+
+class Restarting:
+    """A server at one port that can be ended and started again."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.options = ["serve", "--port", str(self.port), "--persist", str(folder), *options]
+        self._listening = listening(self.options)
+        self.server: Server = self._listening.__enter__()
+
+    def start(self) -> None:
+        self._listening = listening(self.options)
+        self.server = self._listening.__enter__()
+
+    def kill(self) -> None:
+        self._listening.__exit__(None, None, None)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def __enter__(self) -> Restarting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+Call = Callable[..., Awaitable[Any]]
+
+
+def calling(store: Any) -> Call:
+    """Return a function that calls a method of a store of either kind."""
+
+    async def call(method: str, *given: Any) -> Any:
+        found = getattr(store, method)
+        if isinstance(store, tcpstore_async.AsyncTCPStore):
+            return await found(*given)
+        return await asyncio.to_thread(found, *given)
+
+    return call
+
+
+async def connected(kind: str, port: int) -> Any:
+    if kind == "async":
+        store: Any = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
+    else:
+        store = await asyncio.to_thread(functools.partial(tcpstore_async.TCPStore, "127.0.0.1", port, timeout=60.0))
+    await calling(store)("num_keys")  # from its first call on, it survives its connection
+    return store
+
+
+def waiters(port: int) -> list[Any]:
+    found: list[Any] = json.loads(tcpstore("waiters", "-o", "json", "--url", f"tcp://127.0.0.1:{port}").stdout)
+    return found
+
+
+async def closed(store: Any) -> None:
+    await calling(store)("close")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sync", ["process", "always"])
+async def test_what_was_there_is_there_again(kind: str, sync: str, tmp_path: Path) -> None:
+    """Values, counters, queues in order, and waits; each client's calls are executed once."""
+    with Restarting(tmp_path / "journal", "--sync", sync) as restarting, tcpstore_relay(restarting.port) as relay:
+        port = relay.port if kind == "relay" else restarting.port
+        store, other = await connected(kind, port), await connected(kind, port)
+        call = calling(store)
+        await call("set", "key", b"value")
+        await call("append", "text", b"one ")
+        for number in range(3):
+            await call("queue_push", "queue", str(number))
+        assert await call("add", "count", 5) == 5
+        awaited = asyncio.ensure_future(calling(other)("wait", ["later"], 60.0))
+        while not await asyncio.to_thread(waiters, restarting.port):
+            pass
+        for turn in range(2):
+            restarting.restart()
+            assert await call("add", "count", 1) == 6 + turn
+            assert await call("get", "key") == b"value"
+            assert await call("queue_pop", "queue") == str(turn).encode()
+            await call("append", "text", b"more ")
+        assert await call("get", "text") == b"one more more "
+        assert not awaited.done()
+        await call("set", "later", b"")
+        await awaited
+        for one in (store, other):
+            await closed(one)
+
+
+async def test_what_a_stock_client_was_told_is_kept(tmp_path: Path) -> None:
+    """Its connection, and what it waited for, end."""
+    with Restarting(tmp_path / "journal") as restarting:
+        url = ("--url", f"tcp://127.0.0.1:{restarting.port}")
+        assert tcpstore("add", "count", "1", *url).stdout == b"1\n"
+        assert tcpstore("set", "key", "value", *url).returncode == 0
+        restarting.restart()
+        assert tcpstore("add", "count", "1", *url).stdout == b"2\n"
+        assert tcpstore("get", "key", *url).stdout == b"value"
+
+
+async def test_back_soon_and_for_good(tmp_path: Path) -> None:
+    """SIGTERM leaves the stores to the next server; SIGINT removes them, and clients are told at once."""
+    folder = tmp_path / "journal"
+    with Restarting(folder, "--link-grace", "60") as restarting:
+        store, sync = await connected("async", restarting.port), await connected("sync", restarting.port)
+        assert json.loads(restarting.server.ready)["persist"] == str(folder)
+        assert await store.add("count", 1) == 1
+        assert await asyncio.to_thread(restarting.server.stop, signal.SIGTERM) == 0
+        restarting.restart()
+        assert await store.add("count", 1) == 2
+        assert await calling(sync)("add", "count", 1) == 3
+        began = time.monotonic()
+        assert await asyncio.to_thread(restarting.server.stop, signal.SIGINT) == 0
+        for one in (store, sync):
+            with pytest.raises(DistNetworkError, match="the server is stopping"):
+                await calling(one)("add", "count", 1)
+        assert time.monotonic() - began < 30  # not only when the grace period is over
+        restarting.restart()
+        async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", restarting.port) as fresh:
+            assert await fresh.num_keys() == 0
+        for one in (store, sync):
+            await closed(one)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_server_that_does_not_come_back(kind: str, tmp_path: Path) -> None:
+    with Restarting(tmp_path / "journal", "--link-grace", "1") as restarting:
+        store = await connected(kind, restarting.port)
+        restarting.kill()
+        with pytest.raises(DistNetworkError, match=r"Connection refused"):
+            await calling(store)("add", "count", 1)
+        await closed(store)
+
+
+async def test_owners_come_back_to_their_stores(tmp_path: Path) -> None:
+    """Ranks that enter meanwhile wait for them."""
+    with Restarting(tmp_path / "journal") as restarting:
+        url = f"tcp://127.0.0.1:{restarting.port}"
+        make = functools.partial(tcpstore_async.TCPStore, "job", 29500, server=url, timeout=60.0)
+        owner = await asyncio.to_thread(make, is_master=True)
+        await asyncio.to_thread(owner.set, "key", "value")
+        restarting.restart()
+        rank = await asyncio.to_thread(make)
+        assert await asyncio.to_thread(rank.get, "key") == b"value"
+        await asyncio.to_thread(rank.close)
+        await asyncio.to_thread(owner.close)
+        assert json.loads(tcpstore("stores", "-o", "json", "--url", url).stdout) == []
+
+
+async def test_a_store_whose_owner_does_not_come_back_ends(tmp_path: Path) -> None:
+    """Who waits for it may own the next one."""
+    async with serve(persist=tmp_path / "journal") as server:
+        name = StoreName(name_of("job", 29500), owner="first")
+        peer, _ = await asyncio.to_thread(
+            functools.partial(connect_blocking, "127.0.0.1", server.port, Deadline(30.0), name=name)
+        )
+        server.stop(for_good=False)
+        peer.close()
+    async with serve(persist=tmp_path / "journal", link_grace=30.0) as server:
+        store = server.named.stores[name.name]
+        assert not store.owners
+        url = f"tcp://127.0.0.1:{server.port}"
+        make = functools.partial(tcpstore_async.TCPStore, "job", 29500, server=url, is_master=True, timeout=60.0)
+        other = asyncio.ensure_future(asyncio.to_thread(make))
+        while name.name not in server.named.waiting:
+            await asyncio.sleep(0)
+        with server.turn:
+            server.named.end_orphans()
+        owner = await other
+        assert store.ended == f"its owner ({store.creator}) did not come back after the server's restart"
+        await asyncio.to_thread(owner.close)
+
+
+def test_errors_of_the_command(tmp_path: Path) -> None:
+    folder = str(tmp_path / "journal")
+    with tcpstore_server("--persist", folder):
+        done = tcpstore("serve", "--port", "0", "--persist", folder)
+        assert done.returncode == 1
+        assert done.stderr.decode().strip() == f"Error: another server holds {folder}"
+    done = tcpstore("serve", "--persist", folder, "--backend", "threaded")
+    assert done.returncode == 2
+    assert b"leave out --persist" in done.stderr
+    done = tcpstore("serve", "--sync", "always")
+    assert done.returncode == 2
+    assert b"--sync needs --persist" in done.stderr
+
+
+async def test_limits_are_part_of_a_journal(tmp_path: Path) -> None:
+    async with serve(persist=tmp_path) as server:
+        async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port) as store:
+            await store.set("key", "value")
+        server.stop(for_good=False)
+    with pytest.raises(JournalError, match=r"with budget_bytes=\d+, and this one has budget_bytes=9000000"):
+        async with serve(persist=tmp_path, limits=Limits(budget_bytes=9_000_000)):
+            pass
+
+
+async def test_a_journal_of_before_the_machine_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sync, keys in (("always", 1), ("process", 0)):
+        folder = tmp_path / sync
+        async with serve(persist=folder, sync=sync) as server:
+            async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port) as store:
+                await store.set("key", "value")
+                await store.num_keys()
+            server.stop(for_good=False)
+        boot = tmp_path / "boot"
+        boot.write_text("another")
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "_BOOT", boot)
+            async with serve(persist=folder, sync=sync) as server:
+                assert len(server.store.keyspace.values) == keys
+
+
+async def test_a_replay_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No client continues on what may not be its own; who comes anew finds the values."""
+    port = free_port()
+    async with serve(port=port, persist=tmp_path) as server:
+        store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=20.0)
+        for _ in range(3):
+            await store.add("count", 1)
+        server.stop(for_good=False)
+    found = Journal(tmp_path, False, settings_of(tmp_path))
+    records = list(found.read())
+    found.close()
+    (tmp_path / "log-00000000").unlink()
+    again = Journal(tmp_path, False, settings_of(tmp_path))
+    list(again.read())
+    for record in records:
+        again.append(record.now, record.outputs ^ (record.number == len(records) - 2), record.events)
+    again.close()
+    async with serve(port=port, persist=tmp_path):
+        assert re.search(r"record \d+ in .* had another effect than before", caplog.text)
+        with pytest.raises(DistNetworkError, match="did not keep the session"):
+            await store.add("count", 1)
+        await store.close()
+        async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port) as fresh:
+            assert await fresh.add("count", 1) == 4
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    settings: dict[str, str] = json.loads((folder / "instance").read_text())["settings"]
+    return settings
+
+
+async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(persist=tmp_path / "journal") as server:
+        lost: list[OSError] = []
+        server.on_lost = lost.append
+        store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0)
+        assert await store.add("count", 1) == 1
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fail)
+            unanswered = asyncio.ensure_future(store.add("count", 1))
+            while not lost:
+                await asyncio.sleep(0)
+        assert lost[0].errno == errno.EIO
+        server.stop(for_good=False)
+    with pytest.raises(DistNetworkError):
+        await asyncio.wait_for(unanswered, 60.0)
+    await store.close()
+    async with serve(persist=tmp_path / "journal") as server:
+        assert server.store.keyspace.values[b"/count"] == 1
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("sync", ["process", "always"])
+def test_kills_under_load(sync: str, secure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TCPSTORE_TLS", "TCPSTORE_CA", "TCPSTORE_TOKEN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert kills(3, 1, sync, secure)["wrong"] == []
