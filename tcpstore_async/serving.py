@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -221,11 +222,12 @@ async def run(
         tune_gc()
         failed: list[OSError] = []
 
-        def lose(error: OSError) -> None:
-            failed.append(error)
+        def stop(error: OSError | None) -> None:
+            if error is not None:
+                failed.append(error)
             signals.put_nowait(signal.SIGINT)
 
-        server.on_lost = lose
+        server.on_end = stop
         reloading = Reloading(server, tokens)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloading.reload, "SIGHUP")
         ready(server)
@@ -285,7 +287,7 @@ def _journal(
     if persist is None:
         yield None
         return
-    settings = {name: str(value) for name, value in vars(limits).items()}
+    settings = {field.name: str(getattr(limits, field.name)) for field in fields(limits)}
     settings |= {"link-grace": f"{grace:g}", "tokens": str(tokens), "require-auth": require_auth}
     journal = Journal(Path(persist), sync == ALWAYS, settings)
     if journal.outdated:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import builds
+import persisted
 from tcpstore_async.serving import build
 
 WANTED = os.environ.get("TCPSTORE_TEST_BUILD") or "interpreted"
@@ -27,6 +28,7 @@ PROC = Path("/proc/self/fd").exists()
 
 
 def pytest_configure() -> None:
+    persisted.install()
     unusable = builds.why_unusable(WANTED)
     if unusable:
         raise pytest.UsageError(unusable)

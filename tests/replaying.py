@@ -26,7 +26,7 @@ from tcpstore_async.keyspace.waiter_types import KeyList
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.resume import Resumable
 from tcpstore_async.log.encoding import decode, encode
-from tcpstore_async.log.events import Engine, Event, EventRecorder
+from tcpstore_async.log.events import RECEIVE, Engine, Event, EventRecorder
 from tcpstore_async.log.replay import Replayer
 from tcpstore_async.observe.missing import answer_missing
 from tcpstore_async.session.named_stores import NamedStores
@@ -168,8 +168,12 @@ class Recording(EventRecorder):
 
     def receive(self, session: ServerSession, chunk: bytes) -> None:
         self._begin()
+        before = len(self.noted)
         try:
             super().receive(session, chunk)
+            for noted in self.noted[before:]:
+                if not any(event.method == RECEIVE for event in noted.events):  # it has only read
+                    noted.ignored.add(self.numbers[session])
         except BaseException:
             if self.noted:
                 self.noted[-1].ignored.add(self.numbers[session])

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import persisted
 from torch_forker import Forked, Program
 
 LIMIT = 60.0
@@ -185,6 +186,7 @@ class Server:
 @contextmanager
 def listening(arguments: list[str], env: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Iterator[Server]:
     """Run a command, perhaps by another one such as prlimit, that prints its port when it is ready."""
+    arguments = persisted.options(arguments)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         everything = {**os.environ, **(env or {})}

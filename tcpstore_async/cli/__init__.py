@@ -38,6 +38,7 @@ _COMMANDS: Final = ProgramCommands(
         "serve": "cli.serve:serve",
         "set": "cli.client:set_",
         "stat": "tools.look.look:stat",
+        "stop": "tools.look.who:stop",
         "stores": "tools.look.who:stores",
         "token": "cli.token:token",
         "top": "tools.look.top:top",

@@ -91,7 +91,8 @@ class Replayer(Recorder):
         self._executions = 0
         subject, given = self._find(event.subject), [self._find(one) for one in event.given]
         if event.method == OPENED:
-            Ghost(subject, *given)
+            host, port, connected_at = given
+            Ghost(subject, host, port, connected_at)
         elif subject is not None and given.count(None) == event.given.count(None):
             if event.method == RECEIVE and isinstance(subject.owner, Transport) and subject.owner.single is not None:
                 subject.owner.single.received(len(given[0]))

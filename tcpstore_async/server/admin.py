@@ -2,13 +2,14 @@
 
 Knows a Unix socket, requests and portions of replies. Must not draw conclusions from the facts that it passes on.
 Invariants: the store's peers are served between two portions, and a client that does not read delays no other. It works
-when the server has as many connections as it can hold. Only a request to drop a named store changes anything. The audit
-log has a line for each process's requests.
+when the server has as many connections as it can hold. Only requests to drop a named store, or to end the server,
+change anything. The audit log has a line for each process's requests.
 
 A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`. The reply is lines of JSON: facts
 about the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`; `{"error": "…"}` ends
 it early. `"store": "…"` selects a named store; without it, sessions, counters and samples are those of all stores, and
-keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name.
+keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name, `"stop": true` the whole
+server.
 """
 
 import asyncio
@@ -102,6 +103,7 @@ class Request(msgspec.Struct):
     """For `monitor`: whether values are sent."""
     store: str | None = None
     drop: str | None = None
+    stop: bool = False
 
 
 @asynccontextmanager
@@ -245,6 +247,8 @@ class Admin:
         if writer.can_write_eof():
             writer.write_eof()
         await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer closes once it has the whole reply
+        if isinstance(request, Request) and request.stop and self.server.on_end is not None:
+            self.server.on_end(None)
 
     async def _watch(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send samples of commands until the peer sends something, or leaves.
@@ -277,7 +281,9 @@ class Admin:
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
         """Log a request: each drop, and anything else once per process."""
         user = _user(writer)
-        if isinstance(request, Request) and request.drop is not None:
+        if isinstance(request, Request) and request.stop:
+            asked = "asked the server to stop"
+        elif isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
             asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
@@ -311,6 +317,9 @@ class Admin:
         with server.turn:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
                 yield {"error": _no_store(request.drop)}
+                return
+            if request.stop and server.on_end is None:
+                yield {"error": "this server ends with the process that started it"}
                 return
             if request.store is not None:
                 named = server.named.stores.get(request.store)

@@ -105,8 +105,9 @@ class Server:
         self.store.keyspace.on_work = self._schedule_work
         self.persistence: Persistence | None = None
         """Keeps what has been executed, before anything leaves."""
-        self.on_lost: Callable[[OSError], object] | None = None
-        """Called if it cannot: nothing has left, and nothing more will."""
+        self.on_end: Callable[[OSError | None], object] | None = None
+        """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
+        then nothing has left, and nothing more will."""
         self.named: NamedStores = features.named
         self.named.on_work = self._schedule_work
         self.named.on_released = lambda _: self._leaving.expect()
@@ -251,8 +252,8 @@ class Server:
 
     def lost(self, error: OSError) -> None:
         """Serve no more, as what has happened cannot be made durable: nobody must learn of it."""
-        if self.on_lost is not None:
-            self.on_lost(error)
+        if self.on_end is not None:
+            self.on_end(error)
 
     async def drain(self, grace: float) -> None:
         """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""

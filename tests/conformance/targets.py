@@ -22,6 +22,7 @@ from typing import Protocol
 
 import pytest
 
+import persisted
 from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer, resting
 from tcpstore_async.base.errors import PeerError
@@ -198,7 +199,9 @@ class EngineTarget:
 
 # Running servers
 
-OUR_SERVERS = """
+OUR_SERVERS = (
+    persisted.PROGRAM
+    + """
 import asyncio, sys
 from contextlib import AsyncExitStack
 from tcpstore_async.serving import run_loop, serve
@@ -217,6 +220,7 @@ async def main():
 
 run_loop(main())
 """
+)
 
 # PyTorch looks up the names of everybody who connects, and stands still until DNS has answered. On an IPv4 socket the
 # address is 127.0.0.1, which /etc/hosts has; on the IPv6 socket that it would open it is ::ffff:127.0.0.1. (Its own

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import subprocess
 
+import persisted
 from conformance.targets import Servers, SocketTarget
 
-OUR_SERVERS_BEHIND_RELAYS = """
+OUR_SERVERS_BEHIND_RELAYS = (
+    persisted.PROGRAM
+    + """
 import asyncio, sys
 from contextlib import AsyncExitStack
 from tcpstore_async.relay.running import relay
@@ -33,6 +36,7 @@ async def main():
 
 run_loop(main())
 """
+)
 
 RELAYS = """
 import asyncio, sys

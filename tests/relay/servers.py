@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import persisted
 from faults.fault_helpers import program
 
-_PROGRAM = """
+_PROGRAM = (
+    persisted.PROGRAM
+    + """
 import asyncio, sys
 from tcpstore_async.serving import run_loop, serve
 
@@ -19,6 +22,7 @@ async def main():
 
 run_loop(main())
 """
+)
 
 
 @contextmanager

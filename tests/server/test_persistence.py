@@ -281,9 +281,9 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 
 async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serve(persist=tmp_path / "journal") as server:
-        lost: list[OSError] = []
-        server.on_lost = lost.append
+    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
+        lost: list[OSError | None] = []
+        server.on_end = lost.append
         store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0)
         assert await store.add("count", 1) == 1
 
@@ -295,12 +295,13 @@ async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch
             unanswered = asyncio.ensure_future(store.add("count", 1))
             while not lost:
                 await asyncio.sleep(0)
+        assert lost[0] is not None
         assert lost[0].errno == errno.EIO
         server.stop(for_good=False)
     with pytest.raises(DistNetworkError):
         await asyncio.wait_for(unanswered, 60.0)
     await store.close()
-    async with serve(persist=tmp_path / "journal") as server:
+    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
         assert server.store.keyspace.values[b"/count"] == 1
 
 
@@ -311,3 +312,20 @@ def test_kills_under_load(sync: str, secure: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     assert kills(3, 1, sync, secure)["wrong"] == []
+
+
+async def test_stop(tmp_path: Path) -> None:
+    """The command ends a server for good; one that a process has started for itself ends with that."""
+    with Restarting(tmp_path / "journal") as restarting:
+        store = await connected("async", restarting.port)
+        url = ("--url", f"tcp://127.0.0.1:{restarting.port}")
+        assert (await asyncio.to_thread(tcpstore, "stop", *url)).returncode == 0
+        with pytest.raises(DistNetworkError, match="the server is stopping"):
+            await store.add("count", 1)
+        assert await asyncio.to_thread(restarting.server.process.wait, 60.0) == 0
+        assert {path.name for path in (tmp_path / "journal").iterdir()} == {"LOCK"}
+        await store.close()
+    async with serve(admin=str(tmp_path / "admin")):
+        done = await asyncio.to_thread(tcpstore, "stop", "--admin", str(tmp_path / "admin"))
+        assert done.returncode == 1
+        assert b"this server ends with the process that started it" in done.stderr

@@ -32,14 +32,13 @@ _MOST_CLAIMING: Final = 4
 """Processes that claim the same rank and are named."""
 
 
-def look_in(context: ClientContext, admin: Path | None, parts: list[str], drop: str | None = None) -> Facts:
+def look_in(context: ClientContext, admin: Path | None, parts: list[str], **more: Any) -> Facts:
     """Return the facts about the server, or the context's store; exit with the right status on failure.
 
-    With `drop`, end the store of that name first.
+    `more` is for the request: `drop` ends the store of that name first, `stop` the server.
     """
-    more: dict[str, Any] = {
-        name: value for name, value in (("store", context.store), ("drop", drop)) if value is not None
-    }
+    if context.store is not None:
+        more["store"] = context.store
     return query(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
 
 
@@ -125,6 +124,17 @@ def stores(context: ClientContext, admin: Path | None) -> None:
 def drop(context: ClientContext, name: str, admin: Path | None) -> None:
     """End the store NAME at once: its ranks lose their connections, and the next store of that name starts empty."""
     look_in(context, admin, [], drop=name)
+
+
+@click.command()
+@admin_option
+@client_command
+def stop(context: ClientContext, admin: Path | None) -> None:
+    """End a server for good: clients are told, and what it keeps with --persist is removed.
+
+    SIGTERM leaves its stores to the next server instead.
+    """
+    look_in(context, admin, [], stop=True)
 
 
 def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
