@@ -17,6 +17,8 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --d
 unexport PYTHONDONTWRITEBYTECODE
 # The tests of what no server or client needs have a target, and a job, of their own.
 TOOLS := tests/tools tests/bench
+# What peers see of a server: it must be the same with a journal.
+PEERS := tests/conformance tests/relay tests/client tests/interop tests/pytorch
 STORE := $(addprefix --ignore=,$(TOOLS))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
@@ -40,6 +42,8 @@ help:
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
 	@echo "make simulate  random schedules of every kind, on the compiled build, and the planted defects: half an hour on two cores (SCALE=0.1: a tenth)"
+	@echo "make test-persist  the tests of what peers see, with a journal for every server"
+	@echo "make reliability  kills servers with a journal under load, 1,000 times: an hour on two cores (KILLS=100: a tenth)"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
@@ -76,6 +80,18 @@ test-exhaustive: .venv/.test .venv/.torch
 .PHONY: test-compiled
 test-compiled: .venv/.test .venv/.torch build/compiled/.made
 	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) $(STORE) -m "compiled" $(ARGS)
+
+.PHONY: test-persist
+test-persist: .venv/.test .venv/.torch
+	TCPSTORE_TEST_PERSIST=process TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(PEERS) $(ARGS)
+
+# A third with TLS and tokens, a third synced.
+KILLS ?= 1000
+.PHONY: reliability
+reliability: .venv/.test build/compiled/.made
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) / 3 )) --seed 1
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) / 3 )) --seed 2 --sync always
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) - $(KILLS) / 3 * 2 )) --seed 3 --secure
 
 # Any finding is an error, and so is a planted defect that is not found.
 SCALE ?= 1

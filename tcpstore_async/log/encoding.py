@@ -8,10 +8,10 @@ Invariant: `decode` returns what `encode` was given, or raises JournalError; not
 
 import dataclasses
 import struct
-from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
+from librt.strings import BytesWriter, write_i32_le, write_i64_le
 
 from ..auth.access import Access
 from .events import RECEIVE, Event, Reference, Refused, Reply
@@ -39,19 +39,43 @@ _ACCESS_FIELDS: Final = [field.name for field in dataclasses.fields(Access) if f
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 
-def encode(events: Iterable[Event]) -> bytes:
-    """Return events as bytes, without their time, which is the same for all."""
-    parts: list[bytes] = []
-    for event in events:
-        subject, given = event.subject, event.given
-        if event.method == RECEIVE and subject.kind == "session" and not event.answers:
-            data = given[0]
-            parts.append(_HEAD.pack(subject.name << 8 | _BYTES, len(data)))
-        else:
-            data = _pack([event.method, _plain(subject), _plain(given), _plain(event.answers)])
-            parts.append(_HEAD.pack(_CALL, len(data)))
-        parts.append(data)
-    return b"".join(parts)
+class Encoder:
+    """Collects events as bytes, without their time, which is the same for all."""
+
+    def __init__(self) -> None:
+        self._writer = BytesWriter()
+
+    def received(self, session: int, data: bytes) -> None:
+        """Add what the session of this number has received."""
+        writer = self._writer
+        write_i64_le(writer, session << 8 | _BYTES)
+        write_i32_le(writer, len(data))
+        writer.write(data)
+
+    def add(self, events: list[Event]) -> None:
+        for event in events:
+            subject, given = event.subject, event.given
+            if event.method == RECEIVE and subject.kind == "session" and not event.answers:
+                self.received(subject.name, given[0])
+            else:
+                data = _pack([event.method, _plain(subject), _plain(given), _plain(event.answers)])
+                writer = self._writer
+                write_i64_le(writer, _CALL)
+                write_i32_le(writer, len(data))
+                writer.write(data)
+
+    def take(self) -> bytes:
+        """Return what was added since the last call."""
+        data = self._writer.getvalue()
+        self._writer.truncate(0)
+        return data
+
+
+def encode(events: list[Event]) -> bytes:
+    """Return events as bytes."""
+    encoder = Encoder()
+    encoder.add(events)
+    return encoder.take()
 
 
 def decode(data: bytes, now: float) -> list[Event]:

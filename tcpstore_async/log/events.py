@@ -83,6 +83,17 @@ def is_link(session: ServerSession) -> bool:
     return isinstance(session.partial, LinkInput)
 
 
+def _is_between(session: ServerSession) -> bool:
+    """Return whether a session is between two requests."""
+    return session.partial is None and session.input_buffer is None and session.running is None
+
+
+def _counts(session: ServerSession) -> bool:
+    """Return whether every byte counts that a session receives: its client may resume it."""
+    owner = session.owner
+    return not isinstance(owner, Transport) or owner.single is not None
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EventRecorder(Recorder):
     """Notes the events of one engine."""
@@ -132,6 +143,51 @@ class EventRecorder(Recorder):
             self._note(method, reference, references)
 
     def receive(self, session: ServerSession, chunk: bytes) -> None:
+        if not _is_between(session) or session.unsent > session.store.limits.unsent_high_water or not chunk:
+            self._receive(session, chunk)
+            return
+        # The common case: requests begin here, and end here.
+        keyspace = session.store.keyspace
+        clock = self.clock
+        clock.lasting = session.handoff is not None or keyspace.working
+        self.inside = True
+        try:
+            session.receive(chunk)
+        except BaseException:
+            if clock.done > 0:
+                self._note_received(session, chunk[: clock.done])
+            else:
+                self._answers.clear()
+                self._note_evicted()
+            raise
+        if _is_between(session):
+            if clock.lasting or self._answers or keyspace.working or _counts(session):
+                self._note_received(session, chunk)
+            else:  # it has only read
+                self._note_evicted()
+            return
+        given = chunk
+        if not is_link(session) and session.stalled():
+            given = chunk[: len(chunk) - len(session.input_buffer or b"")]
+        self._note_received(session, given)
+        value = session.large_value()
+        if value is not None:
+            self._filled[session] = value.filled
+
+    def _note_received(self, session: ServerSession, data: bytes) -> None:
+        if self._answers or self._evicted:
+            self._note(RECEIVE, self.refer(session), (data,))
+        else:
+            self.inside = False
+            self._executions = 0
+            self.received(self.numbers[session], data)
+
+    def received(self, number: int, data: bytes) -> None:
+        """Note that the session of this number has received bytes."""
+        self.note([Event(RECEIVE, Reference("session", number), (data,), self.clock.now)])
+
+    def _receive(self, session: ServerSession, chunk: bytes) -> None:
+        """Have a session receive bytes that may belong to what is under way, or may have to wait."""
         high = session.unsent > session.store.limits.unsent_high_water
         linked = is_link(session)
         kept = bytes(session.input_buffer or b"")
@@ -140,8 +196,6 @@ class EventRecorder(Recorder):
         filled = b"" if value is None else bytes(value.buffer[before : value.filled])  # read straight into it
         running = session.running
         idle = high and running is None and not session.store.keyspace.working
-        reads = chunk != b"" and self._begins(session)
-        self.clock.lasting = False
         failed = True
         self.inside = True
         try:
@@ -163,31 +217,13 @@ class EventRecorder(Recorder):
             else:
                 given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
             stepped = running is not None and (not failed or session.running is not running)
-            if reads and not failed and not self.clock.lasting and not self._answers and self._begins(session):
-                self._note_evicted()
-            elif given or filled or stepped or not (failed or idle):
+            if given or filled or stepped or not (failed or idle):
                 self._note(RECEIVE, self.refer(session), (filled + given,))
             else:
                 self._answers.clear()
                 self._note_evicted()
             if (value := session.large_value()) is not None:
                 self._filled[session] = value.filled
-
-    def _begins(self, session: ServerSession) -> bool:
-        """Return whether a session is between two requests and owes nothing, nor does anyone owe it anything.
-
-        What it then only reads is no event, unless it is on a link, which counts every byte.
-        """
-        owner = session.owner
-        return (
-            session.partial is None
-            and session.input_buffer is None
-            and session.running is None
-            and session.handoff is None
-            and not session.store.keyspace.working
-            and isinstance(owner, Transport)
-            and owner.single is None
-        )
 
     def receive_linked(self, session: ServerSession, payload: bytes) -> None:
         self._executions += 1

@@ -76,14 +76,13 @@ class Replayer(Recorder):
         self._before.append((thing, name, getattr(thing, name)))
         setattr(thing, name, value)
 
-    def record(self, note: Callable[[list[Event]], object]) -> EventRecorder:
-        """Execute no more; return what records the events that follow. The engine gets back what it had before."""
+    def hand_over(self, recorder: EventRecorder) -> None:
+        """Execute no more: this records the events that follow. The engine gets back what it had before."""
         for thing, name, value in self._before:
             setattr(thing, name, value)
         self.hub.budget.resize(self._limit)
-        recorder = self._recorder = EventRecorder(self.engine, note)
+        self._recorder = recorder
         recorder.go_on(self.numbers, self._opened, self._inquiries)
-        return recorder
 
     def execute(self, event: Event) -> None:
         self.hub.clock.now = event.now

@@ -160,6 +160,8 @@ class Admin:
             server.store.observe(self.history)
             server.times = self._times
             server.named.on_created = self._observe
+            for store in server.named.stores.values():  # which have come from a journal
+                self._observe(store)
         server.admin = str(path.absolute())
 
     async def start(self) -> None:

@@ -12,8 +12,8 @@ from typing import Final
 
 from ..links.link_registry import LinkRegistry
 from ..links.resume import Outputs
-from ..log.encoding import JournalError, decode, encode
-from ..log.events import Engine, Event
+from ..log.encoding import Encoder, JournalError, decode
+from ..log.events import Engine, EventRecorder
 from ..log.journal import Journal
 from ..log.records import Record
 from ..log.replay import Ghost, Replayer
@@ -27,6 +27,17 @@ _UNKNOWN: Final = "unknown"
 """The instance of a server to which no link belongs."""
 
 
+class _Recorder(EventRecorder):
+    """Encodes each event at once."""
+
+    def __init__(self, engine: Engine, encoder: Encoder) -> None:
+        super().__init__(engine, encoder.add)
+        self.encoder = encoder
+
+    def received(self, number: int, data: bytes) -> None:
+        self.encoder.received(number, data)
+
+
 class Persistence:
     """The journal of one server."""
 
@@ -36,8 +47,8 @@ class Persistence:
         self._engine = engine
         self._turn = turn
         self._clock = engine.root.hub.clock
-        self._events: list[Event] = []
-        """Those of the turn."""
+        self._encoder = Encoder()
+        """Has the events of the turn."""
         self._outputs = links.outputs = Outputs()
         links.durable = True
         self._error: OSError | None = None
@@ -60,7 +71,8 @@ class Persistence:
                     record.number,
                     self.journal.folder,
                 )
-        recorder = replayer.record(self._events.extend)
+        recorder = _Recorder(self._engine, self._encoder)
+        replayer.hand_over(recorder)
         last = self._clock.now
         self._turn.begin()
         if not self.records:
@@ -107,12 +119,10 @@ class Persistence:
         """Write a record of what has entered the stores since the last one. Raises OSError."""
         if self._error is not None:
             raise self._error
-        events = self._events
+        events = self._encoder.take()
         if events:
-            encoded = encode(events)
-            events.clear()
             try:
-                self.journal.append(self._clock.now, self._outputs.take(), encoded)
+                self.journal.append(self._clock.now, self._outputs.take(), events)
             except OSError as error:
                 self._error = error
                 raise

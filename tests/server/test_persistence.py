@@ -86,8 +86,9 @@ async def connected(kind: str, port: int) -> Any:
     return store
 
 
-def waiters(port: int) -> list[Any]:
-    found: list[Any] = json.loads(tcpstore("waiters", "-o", "json", "--url", f"tcp://127.0.0.1:{port}").stdout)
+def waiters(port: int, *options: str) -> list[Any]:
+    url = f"tcp://127.0.0.1:{port}"
+    found: list[Any] = json.loads(tcpstore("waiters", "-o", "json", "--url", url, *options).stdout)
     return found
 
 
@@ -177,8 +178,17 @@ async def test_owners_come_back_to_their_stores(tmp_path: Path) -> None:
         make = functools.partial(tcpstore_async.TCPStore, "job", 29500, server=url, timeout=60.0)
         owner = await asyncio.to_thread(make, is_master=True)
         await asyncio.to_thread(owner.set, "key", "value")
-        restarting.restart()
+        waiting = asyncio.ensure_future(asyncio.to_thread(owner.wait, ["later"]))
+        while not await asyncio.to_thread(waiters, restarting.port, "--store", "job:29500"):
+            pass
+        await asyncio.to_thread(restarting.restart)
         rank = await asyncio.to_thread(make)
+        [found] = await asyncio.to_thread(waiters, restarting.port, "--store", "job:29500")
+        assert found["key"] == "later"
+        shown = json.loads(tcpstore("who", "-o", "json", "--url", url).stdout)
+        assert {(one["pid"], one["store"]) for one in shown} == {(os.getpid(), "job:29500")}
+        await asyncio.to_thread(rank.set, "later", "")
+        await waiting
         assert await asyncio.to_thread(rank.get, "key") == b"value"
         await asyncio.to_thread(rank.close)
         await asyncio.to_thread(owner.close)
