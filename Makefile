@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of what no server or client needs have a target, and a job, of their own.
 TOOLS := tests/tools tests/bench
 # What peers see of a server: it must be the same with a journal.
-PEERS := tests/conformance tests/relay tests/client tests/interop tests/pytorch
+PEERS := tests/conformance tests/relay tests/interop tests/pytorch
 STORE := $(addprefix --ignore=,$(TOOLS))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py

@@ -120,7 +120,8 @@ def test_systemd_takes_the_units() -> None:
 
 def test_the_socket_is_that_of_the_service() -> None:
     port = setting(DEPLOY / "tcpstore.socket", "ListenStream").rpartition(":")[2]
-    assert shlex.split(setting(DEPLOY / "tcpstore.service", "ExecStart"))[-1] == port
+    command = shlex.split(setting(DEPLOY / "tcpstore.service", "ExecStart"))
+    assert command[command.index("--port") + 1] == port
     assert setting(DEPLOY / "tcpstore.socket", "DeferAcceptSec") == str(DEFER_ACCEPT)
 
 
@@ -424,9 +425,11 @@ def test_names_in_a_manifest_are_those_of_other_parts(file: Path) -> None:
         wanted += [found["spec"]["selector"]] if found["kind"] == "Service" else []
         for selected in wanted:
             assert any(selected.items() <= had.items() for had in labels)
-    for pod in inside(objects, "containers"):
-        volumes = {volume["name"] for volume in pod.get("volumes", ())}
-        assert {mount["name"] for one in containers(pod) for mount in one.get("volumeMounts", ())} == volumes
+    for found in objects:
+        claims = {claim["metadata"]["name"] for claim in found.get("spec", {}).get("volumeClaimTemplates", ())}
+        for pod in inside(found, "containers"):
+            volumes = {volume["name"] for volume in pod.get("volumes", ())} | claims
+            assert {mount["name"] for one in containers(pod) for mount in one.get("volumeMounts", ())} == volumes
     for found in inside(objects, "completions"):
         assert found["completions"] == found["parallelism"]
         sizes = {

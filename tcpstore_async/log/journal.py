@@ -70,8 +70,8 @@ class Journal:
         self._count = 0
         """Of segments."""
         self._ahead: threading.Thread | None = None
-        self._failed: int = 0
-        """The errno of the first error."""
+        self.failed: int = 0
+        """The errno of the first error; 0 if there was none."""
         self.outdated = False
         """Whether records were removed that might not be whole, as the machine has started again."""
         try:
@@ -167,8 +167,8 @@ class Journal:
 
     def append(self, now: float, outputs: int, events: bytes) -> None:
         """Write a record. Raises OSError; then nothing more may be written, as what is on the disk is not known."""
-        if self._failed:
-            raise OSError(self._failed, os.strerror(self._failed))
+        if self.failed:
+            raise OSError(self.failed, os.strerror(self.failed))
         try:
             chain = self.chain
             if self._fd < 0:
@@ -182,7 +182,7 @@ class Journal:
             self._write(record)
             self._sync_data()
         except OSError as error:
-            self._failed = error.errno or errno.EIO
+            self.failed = error.errno or errno.EIO
             raise
 
     def _begin(self, at_least: int) -> None:

@@ -233,7 +233,7 @@ class Server:
             with self.turn:
                 pass  # what has happened is kept, and answered
             self.persistence.close(for_good)
-            if not self.persistence.failed():
+            if not self.persistence.journal.failed:
                 self.persistence = None
         with self.turn:
             self.ports.stop()

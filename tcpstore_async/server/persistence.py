@@ -51,7 +51,6 @@ class Persistence:
         """Has the events of the turn."""
         self._outputs = links.outputs = Outputs()
         links.durable = True
-        self._error: OSError | None = None
         self.records: int = 0
         """How many records were executed again."""
         self._replay(links)
@@ -117,19 +116,9 @@ class Persistence:
 
     def commit(self) -> None:
         """Write a record of what has entered the stores since the last one. Raises OSError."""
-        if self._error is not None:
-            raise self._error
         events = self._encoder.take()
-        if events:
-            try:
-                self.journal.append(self._clock.now, self._outputs.take(), events)
-            except OSError as error:
-                self._error = error
-                raise
-
-    def failed(self) -> bool:
-        """Return whether a record could not be written."""
-        return self._error is not None
+        if events or self.journal.failed:
+            self.journal.append(self._clock.now, self._outputs.take(), events)
 
     def close(self, for_good: bool) -> None:
         """Record no more. What clients see now does not matter to those that come back: nothing is written of it.

@@ -342,7 +342,9 @@ def test_bad_options(options: list[str]) -> None:
 # quirk: legacy-server
 def test_the_threaded_backend_serves_nothing_in_the_clear_instead(options: list[str]) -> None:
     said = usage_error("--backend", "threaded", *options)
-    assert f"has no TLS, tokens or links: leave out {', '.join(one for one in options if one[0] == '-')}." in said
+    assert (
+        f"has no TLS, tokens, links or journal: leave out {', '.join(one for one in options if one[0] == '-')}." in said
+    )
 
 
 def test_bad_options_as_a_process(tmp_path: Path) -> None:
