@@ -100,7 +100,7 @@ class Guard:
 
     def _get(self, command: Command, call: Handler, key: bytes) -> Any:
         if key == SERVER_KEY:
-            return self.identity
+            return self.keyspace.clock.ask(lambda: self.identity)
         self.check(command, (key,))
         return call(key)
 

@@ -1,6 +1,6 @@
 """Kills a server with a journal, again and again, under load: nothing is lost, executed twice, or left unanswered.
 
-    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure]
+    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure] [--replay]
 
 Each call of each client is checked as it returns, and all queues, counters and values at the end. Prints one line of
 JSON; the exit status is 1 if anything was wrong.
@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,11 +22,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import tcpstore_async
+
+ROOT = Path(__file__).parent.parent.parent
+COMPILED = ROOT / "build" / "compiled"
+DIGESTS = ROOT / "tests" / "log" / "digests.py"
 
 TIMEOUT = 60.0
 
@@ -63,6 +69,29 @@ class Server:
     def kill(self) -> None:
         with self.process:
             self.process.kill()
+
+    def copy(self) -> Path:
+        """Copy the journal, while there is no server."""
+        copy = Path(tempfile.mkdtemp(dir=self.folder))
+        for path in (self.folder / "journal").iterdir():
+            if path.name == "instance" or path.name.startswith("log-"):
+                shutil.copy(path, copy)
+        return copy
+
+    def replayed(self, journal: Path, elsewhere: list[tuple[str, int]]) -> list[str]:
+        """Execute a journal again in processes with another build, and another order of sets; return what differs.
+
+        Each has a folder for PYTHONPATH and a seed of hashes. The journal is removed.
+        """
+        found = []
+        for path, seed in elsewhere:
+            command = [sys.executable, str(DIGESTS), str(journal)]
+            env = {**self.env, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
+            found.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=self.folder))
+        texts = [process.communicate()[0].decode() for process in found]
+        shutil.rmtree(journal)
+        differ = [text for text in texts if text != texts[0] or json.loads(text)["wrong"]]
+        return [f"a replay is not the same: {differ}"] if differ else []
 
 
 @contextmanager
@@ -186,7 +215,6 @@ async def meet(load: Load, calls: list[Client], name: str) -> None:
 
 def use_a_named_store(url: str, name: str, size: int, value: str) -> list[bytes]:
     """Own a store, with ranks that wait for it, join it, write and read."""
-    from concurrent.futures import ThreadPoolExecutor
 
     def run(rank: int) -> bytes:
         host, _, port = name.rpartition(":")
@@ -211,7 +239,9 @@ async def name(load: Load, url: str, number: int) -> None:
         load.check(found == [value.encode() * size] * size, f"store {number}, round {round_number}: {found}")
 
 
-async def kill(server: Server, load: Load, count: int, ends: Callable[[], bool]) -> list[float]:
+async def kill(
+    server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]]
+) -> list[float]:
     """Kill the server so often; return the seconds from each kill to the next answer."""
     pauses: list[float] = []
     for _ in range(count):
@@ -220,6 +250,7 @@ async def kill(server: Server, load: Load, count: int, ends: Callable[[], bool])
             break
         began = time.monotonic()
         await asyncio.to_thread(server.kill)
+        copy = await asyncio.to_thread(server.copy) if elsewhere else None
         server.start()
         await asyncio.to_thread(server.ready)
         before = load.calls
@@ -229,11 +260,16 @@ async def kill(server: Server, load: Load, count: int, ends: Callable[[], bool])
                 load.wrong.append(f"nothing was answered for {TIMEOUT} s after a kill")
                 return pauses
         pauses.append(time.monotonic() - began)
+        if copy is not None:
+            load.wrong += await asyncio.to_thread(server.replayed, copy, elsewhere)
     return pauses
 
 
-async def run(server: Server, url: str, ports: list[int], kills: int, seed: int) -> dict[str, Any]:
+async def run(
+    server: Server, url: str, ports: list[int], kills: int, seed: int, elsewhere: list[tuple[str, int]]
+) -> dict[str, Any]:
     load = Load(seed)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(100))  # most wait for the server
     clients: list[Client] = []
     for port in ports:
         direct = port == server.port
@@ -264,7 +300,7 @@ async def run(server: Server, url: str, ports: list[int], kills: int, seed: int)
     def ends() -> bool:
         return load.over or any(one.done() for one in (*running, *poppers))
 
-    pauses = await kill(server, load, kills, ends)
+    pauses = await kill(server, load, kills, ends, elsewhere)
     load.over = True
     ended = await asyncio.gather(*running, return_exceptions=True)
     load.wrong += [f"{type(one).__name__}: {one}" for one in ended if isinstance(one, BaseException)]
@@ -304,8 +340,13 @@ def free_port() -> int:
         return port
 
 
-def kills(count: int, seed: int, sync: str, secure: bool) -> dict[str, Any]:
-    """Run a load during which the server is killed so often; return what was seen."""
+def kills(
+    count: int, seed: int, sync: str, secure: bool, elsewhere: list[tuple[str, int]] | None = None
+) -> dict[str, Any]:
+    """Run a load during which the server is killed so often; return what was seen.
+
+    Behind each kill the journal is executed again `elsewhere`, as for `Server.replayed`.
+    """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         env = dict(os.environ)
@@ -318,7 +359,7 @@ def kills(count: int, seed: int, sync: str, secure: bool) -> dict[str, Any]:
         server.ready()
         url = f"{'tcps' if secure else 'tcp'}://127.0.0.1:{server.port}"
         relayed = stack.enter_context(relay(folder, url, env))
-        found = asyncio.run(run(server, url, [server.port, relayed], count, seed))
+        found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
         found |= {"seed": seed, "sync": sync, "secure": secure}
         if found["wrong"]:
             found["log"] = (folder / "server.log").read_text()[-3000:]
@@ -348,8 +389,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sync", default="process", choices=["process", "always"])
     parser.add_argument("--secure", action="store_true", help="with TLS and tokens")
+    parser.add_argument("--replay", action="store_true", help="behind each kill, execute the journal again: see Server")
     given = parser.parse_args()
-    found = kills(given.kills, given.seed, given.sync, given.secure)
+    builds = [str(ROOT), *([str(COMPILED)] if COMPILED.exists() else [])]
+    elsewhere = [(path, seed) for path in builds for seed in (0, 1, 4711)] if given.replay else []
+    found = kills(given.kills, given.seed, given.sync, given.secure, elsewhere)
     print(json.dumps(found))
     sys.exit(1 if found["wrong"] else 0)
 

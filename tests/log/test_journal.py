@@ -35,7 +35,7 @@ ANSWERS = st.lists(
 ).map(tuple)
 RECEIVED = st.builds(
     lambda number, data, answers: Event(RECEIVE, Reference("session", number), (data,), 1.5, answers),
-    st.integers(1, 2**56 - 1), st.binary(max_size=50), ANSWERS,
+    st.integers(1, 2**55 - 1), st.binary(max_size=50), ANSWERS,
 )  # fmt: skip
 CALLS = st.builds(Event, TEXT, REFERENCES, GIVEN, st.just(1.5), ANSWERS)
 EVENTS = st.lists(RECEIVED | CALLS, max_size=4)
