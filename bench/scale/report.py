@@ -97,6 +97,8 @@ def _head(run: Run, images: dict[str, str]) -> str:
     text = [
         "# Results of the scale benchmark",
         "",
+        "For whoever wants to see how the servers compare, size by size. `bench/README.md` says how that is measured.",
+        "",
         f"`{run.command}`, began {run.began}, took {_duration(run.seconds)}.",
         "",
     ]
