@@ -269,11 +269,12 @@ class TCPStore(Store):
         """
         hosts = self._hosted is not None
         rank = Rank(ranks or 0, self._owns or hosts, deadline, self._rank_token, hosts)
-        name = self._name(ranks)
+        owner = self._name(ranks) if self._owns else None
         host, port = (self.host, self.port) if self._server is None else self._server[:2]
         own = None if self._hosted is None else OwnAddress(host, port)
         while True:
             try:
+                name = owner or self._name(ranks)
                 client = TCPClient(
                     host,
                     port,
