@@ -209,13 +209,14 @@ class EventRecorder(Recorder):
                     self._kept[session] = given
                     given = b""
             elif failed:
-                given = given[ahead : max(0, self.clock.done)]
+                given = given[ahead : max(ahead, self.clock.done)]
                 if self.clock.done < 0:  # the large value was complete, and was refused
                     filled = b""
             elif is_link(session):
                 given = given[ahead:]
             else:
-                given = given[ahead : len(given) - (len(session.input_buffer or b"") if session.stalled() else 0)]
+                held_back = len(session.input_buffer or b"") if session.stalled() else 0
+                given = given[ahead : max(ahead, len(given) - held_back)]
             stepped = running is not None and (not failed or session.running is not running)
             if given or filled or stepped or not (failed or idle):
                 self._note(RECEIVE, self.refer(session), (filled + given,))
