@@ -35,6 +35,9 @@ DIGESTS = ROOT / "tests" / "log" / "digests.py"
 
 TIMEOUT = 60.0
 
+MANY_KILLS = 300.0
+"""Seconds that a constructor has, which every kill sends back to where its session cannot survive."""
+
 GRACE = "15"
 """A named store whose owner was closed while there was no server ends after so many seconds; the next one waits."""
 
@@ -218,7 +221,7 @@ def use_a_named_store(url: str, name: str, size: int, value: str) -> list[bytes]
 
     def run(rank: int) -> bytes:
         host, _, port = name.rpartition(":")
-        with tcpstore_async.TCPStore(host, int(port), size, rank == 0, TIMEOUT, server=url) as store:
+        with tcpstore_async.TCPStore(host, int(port), size, rank == 0, MANY_KILLS, server=url) as store:
             store.set(f"rank {rank}", value)
             store.barrier("all", size)
             found = b"".join(store.multi_get([f"rank {other}" for other in range(size)]))
@@ -245,7 +248,7 @@ async def kill(
     """Kill the server so often; return the seconds from each kill to the next answer."""
     pauses: list[float] = []
     for _ in range(count):
-        await asyncio.sleep(0.1 + load.rng.random() * 0.3)
+        await asyncio.sleep(0.2 + load.rng.random() * 0.6)
         if ends():
             break
         began = time.monotonic()
