@@ -10,6 +10,7 @@ from ..auth.secret_files import TlsFiles
 from ..base.errors import AccessDeniedError, DistError
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
+from ..client.store_name import StoreName
 from ..client.tls_settings import wants_tls
 from ..serving import build, run_loop
 from .context import FAILED, NOT_ALLOWED, parse_store, parse_url, tls_client_options, token_file_option
@@ -123,7 +124,7 @@ def relay_command(
                 owner_fd=owner_fd,
                 token=token,
                 tls=files,
-                store=store,
+                store=StoreName(store) if store else None,
                 ready=announce,
             )
         )

@@ -109,6 +109,18 @@ class Pool:
         """Whether calls must not simply take the only connection: threads starve, the server is not identified, the
         connection is not watched yet, or it has items to push back."""
 
+    @property
+    def durable(self) -> bool:
+        """Whether the store's session continues when its server comes back, as far as that is known."""
+        return any(one.link is not None and one.link.durable for one in self._connections)
+
+    def local_host(self) -> str:
+        """Return the IP address by which this host reaches the server; "" if the connection is lost."""
+        try:
+            return str(self._connections[0].peer.getsockname()[0])
+        except (OSError, IndexError):
+            return ""
+
     def describe(self) -> str:
         """Return both ends of the first connection, in the format of PyTorch's client."""
         connection = next(iter(self._connections), None)

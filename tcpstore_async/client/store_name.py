@@ -107,14 +107,14 @@ def _is_local(address: _Literal | None, host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _address_of(host: str, port: int) -> str:
+def address_of(host: str, port: int) -> str:
     """Return an address at which a store of any address of its host is found; unlike a name, it has no user in it."""
     address, host = _parse(host)
     return f"{this_network()}/localhost:{port}" if _is_local(address, host) else format_address(host, port)
 
 
 def _addresses_of(hosts: Iterable[str], port: int) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_address_of(host, port) for host in hosts))[:MAX_ADDRESSES]
+    return tuple(dict.fromkeys(address_of(host, port) for host in hosts))[:MAX_ADDRESSES]
 
 
 def is_local(host: str) -> bool:
@@ -203,6 +203,8 @@ class StoreName:
         """Why there is no such port."""
         self.asked = False
         """Whether an ENTER is unanswered."""
+        self.relay = ""
+        """Address of the relay through which its ranks enter; empty for other clients."""
 
     @classmethod
     def at(cls, host: str, port: int, owned: bool = False, attempt: str = "") -> "StoreName":
@@ -252,6 +254,7 @@ class StoreName:
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
             "server": name_of(server, 0)[: -len(":0")] if self.wants_port else "",
+            "relay": self.relay,
         }
         return requests.enter({name: text for name, text in items.items() if text})
 

@@ -340,6 +340,8 @@ class Relay:
         """Connections that it can hold; 0 until it starts."""
         self.count: int = 0
         """Open connections of ranks."""
+        self.used = asyncio.Event()
+        """Set when the first rank has connected."""
         self.tried = asyncio.Event()
         """Set when the first attempt to reach a server has ended."""
         self.refusal: str = ""
@@ -750,6 +752,7 @@ class Relay:
             os.set_blocking(fd, False)
             self._admit(fd, sys.intern(host), port)
             self.count += 1
+            self.used.set()
             self.empty.clear()
 
     def _is_same_user(self, fd: int, host: str, port: int, users: PeerUsers) -> bool:

@@ -20,12 +20,12 @@ _MOST_REPLY: Final = 64 * 1024
 class Entry:
     """The bytes sent for each rank before its own, and the decoder of the reply."""
 
-    def __init__(self, name: str) -> None:
-        store = StoreName(name)
-        store.waits = False
+    def __init__(self, store: StoreName, address: str) -> None:
+        """`address` is the relay's: where the owner runs, programs may publish it as that of the store."""
+        store = store.once()
+        store.relay = address
         validate = BY_METHOD["validate"]
         command, fields = store.request()
-        self.name = name
         self.greeting: bytes = validate.prefix + validate.request.encode((MAGIC,))
         """What each rank sends first. Not passed on."""
         self.request: bytes = self.greeting + command.prefix + command.request.encode(fields)

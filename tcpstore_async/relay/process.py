@@ -18,7 +18,7 @@ _START_SECONDS: Final = 60.0
 
 
 class RelayProcess(OwnedProcess):
-    """A running relay on a port of 127.0.0.1."""
+    """A running relay."""
 
     def __init__(
         self,
@@ -28,14 +28,15 @@ class RelayProcess(OwnedProcess):
         files: TlsFiles | None = None,
         quiet: bool = False,
         store: str = "",
+        host: str = "127.0.0.1",
     ) -> None:
-        """Start a relay in front of the server at the URL `upstream`; wait up to `timeout` seconds until it listens.
+        """Start a relay on `host`, in front of the server at the URL `upstream`; wait up to `timeout` seconds for it.
 
         The server may start later. The relay presents `token`, or none if it is empty; with None, that of the
         environment. `files` replace the TLS files that the environment names. With `quiet` its log is dropped. Its
         ranks enter `store`, if that is given. Raises DistNetworkError if the relay does not start.
         """
-        arguments = ["relay", "--owner-fd", "0", "--upstream", upstream, "--port", "0"]
+        arguments = ["relay", "--owner-fd", "0", "--upstream", upstream, "--host", host, "--port", "0"]
         arguments += ["--store", store] if store else []
         environment = python_process.environment()
         if token is not None:
@@ -46,14 +47,14 @@ class RelayProcess(OwnedProcess):
         stderr = subprocess.DEVNULL if quiet else None
         super().__init__(arguments, environment, stdout=subprocess.PIPE, stderr=stderr)
         try:
-            self.port: int = _ready(self.process, timeout)
+            self.port: int = read_port(self.process, timeout)
         except BaseException:
             self.close()
             raise
 
 
-def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
-    """Read the ready line and return the port."""
+def read_port(process: "subprocess.Popen[bytes]", timeout: float | None) -> int:
+    """Read a relay's ready line and return its port. Raises DistNetworkError."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

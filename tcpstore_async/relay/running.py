@@ -18,7 +18,7 @@ from ..auth.secret_files import TlsFiles
 from ..base.addresses import format_address, is_loopback
 from ..base.errors import AccessDeniedError, DistNetworkError, counted
 from ..client.credentials import find_token
-from ..client.store_name import this_network
+from ..client.store_name import StoreName, address_of, this_network
 from ..client.tls import checked
 from ..links.link_client import ClientLink
 from ..server.fork_safety import close_on_fork, closed_in_children
@@ -57,14 +57,14 @@ async def relay(
     same_user: bool = False,
     token: Callable[[], bytes] = find_token,
     tls: TlsFiles | None = None,
-    store: str = "",
+    store: StoreName | None = None,
 ) -> AsyncIterator[Relay]:
     """Run a relay on the running loop while the context lasts; `.port` is its port.
 
     `servers`, hosts and ports, are tried in order. `listener`, a listening TCP socket, replaces `host` and `port`; it
     is closed at the end. `same_user` rejects connections of other users' processes, and of other hosts. `token` is
     called for every connection and returns the token to present, by default that of the environment. With `tls`,
-    connections to the servers are encrypted. Ranks enter the named `store`, if one is given. Raises DistNetworkError
+    connections to the servers are encrypted. Ranks enter the `store`, if one is given. Raises DistNetworkError
     if the address is unavailable, if a file of `tls` cannot be used, or if the system does not support `same_user`.
     """
     files = None if tls is None else checked(tls)
@@ -80,7 +80,7 @@ async def relay(
             partial(ClientLink, place, _description()),
             users=users,
             describe=describer(),
-            entry=Entry(store) if store else None,
+            entry=None if store is None else Entry(store, address_of(*where)),
         )
         upstream = Upstream(running, servers, token, files)
         connecting: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ async def run(
     owner_fd: int | None = None,
     token: Callable[[], bytes] = find_token,
     tls: TlsFiles | None = None,
-    store: str = "",
+    store: StoreName | None = None,
     ready: Callable[[Relay], None],
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
@@ -129,7 +129,8 @@ async def run(
     fd = activated_fd() if fd is None and owner_fd is None else fd
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
-    _warn_if_exposed(listener, same_user)
+    if owner_fd is None:
+        _warn_if_exposed(listener, same_user)
     async with relay(servers, listener=listener, same_user=same_user, token=token, tls=tls, store=store) as running:
         tune_gc()
         await _first_attempt(running, signals)

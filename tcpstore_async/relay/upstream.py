@@ -163,7 +163,8 @@ class Upstream:
                 return await self._hold(reply)
         tried = "; ".join(causes)
         refused = refusals == len(causes)
-        if not refused or self.relay.tried.is_set():  # otherwise the relay exits with this error
+        exits = refused and not self.relay.tried.is_set()  # with this error
+        if not exits and (self.relay.count or not self.relay.used.is_set()):
             self.relay.log_limited("upstream", f"cannot connect to {tried}; retrying")
         self._note_refusal(tried if refused else "")
         if self._refusal is not None:
@@ -342,7 +343,8 @@ class Upstream:
         self._cancel_giving_up()
         relay = self.relay
         count = relay.ranks_on_link()
-        log.warning(
+        log.log(
+            logging.WARNING if count else logging.INFO,
             "the link to %s has ended: %s; closing %s",
             format_address(*self.server),
             reason,

@@ -41,8 +41,8 @@ def find(port: int) -> list[Path]:
     return found
 
 
-def default_path(port: int) -> Path:
-    """Return the path for a server with this port, and create its folder. Raises DistNetworkError."""
+def own_folder() -> Path:
+    """Return the preferred folder, which is created if need be. Raises DistNetworkError."""
     folder = folders()[0]
     try:
         with suppress(FileExistsError):
@@ -53,6 +53,12 @@ def default_path(port: int) -> Path:
         raise DistNetworkError(
             f"{folder} must be a directory that belongs to this user and that no other user can access"
         )
+    return folder
+
+
+def default_path(port: int) -> Path:
+    """Return the path for a server with this port, and create its folder. Raises DistNetworkError."""
+    folder = own_folder()
     _remove_leftovers(folder)
     path = folder / f"{port}.sock"
     return folder / f"{port}-{os.getpid()}.sock" if is_live(path) else path

@@ -4,9 +4,12 @@ Must not know what draining is. SIGHUP reloads files: see `reloading.py`.
 """
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+log = logging.getLogger("tcpstore_async.server")
 
 
 def watch_signals() -> "asyncio.Queue[signal.Signals]":
@@ -23,6 +26,7 @@ async def drain_when_told(
 ) -> None:
     """Wait for a signal and call `stopping`; after SIGTERM, await `drain`, or another signal."""
     number = await signals.get()
+    log.info("%s: ending", number.name)
     stopping()
     if number is not signal.SIGTERM:
         drain.close()

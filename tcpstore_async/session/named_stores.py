@@ -59,6 +59,9 @@ STORE_BYTES: Final = 16 * 1024
 PORT_BYTES: Final = 4 * 1024
 """Bytes counted for a store's port."""
 
+_MOST_RELAYS: Final = 8
+"""Relays of the owner's host whose addresses are remembered."""
+
 _MOST_HOSTS: Final = 4
 """How many spellings of the server's host, besides the one in its own name, may name a store by its port."""
 
@@ -116,6 +119,8 @@ class Entry:
         """Of the owner: what the store is found at, beside its name. Of others: what the name may stand for."""
         if len(self.addresses) > MAX_ADDRESSES:
             raise ProtocolError(f"ENTER with {len(self.addresses)} addresses (max {MAX_ADDRESSES})")
+        self.relay = _text(said, b"relay", MAX_NAME)
+        """The address of the relay through which the session comes, if that enters the store for it."""
         self.server = _text(said, b"server", MAX_NAME)
         """The server's host as the client spells it, if it asks for a port of the store; empty otherwise."""
         joins = said.get(b"joins", b"0")
@@ -142,6 +147,8 @@ class NamedStore(Store):
         self.incarnation = incarnation
         self.attempt = entry.attempt
         self.addresses = entry.addresses
+        self.relays: dict[str, None] = {}
+        """Further addresses: those of relays on its owner's host, which that may publish as the store's."""
         self.creator = entry.who()
         self.host = entry.host
         self.pid = entry.pid
@@ -172,7 +179,7 @@ class NamedStore(Store):
 
     def bytes(self) -> int:
         """Return what is counted for it, besides what is in it."""
-        return STORE_BYTES + ADDRESS_BYTES * len(self.addresses)
+        return STORE_BYTES + ADDRESS_BYTES * (len(self.addresses) + len(self.relays))
 
     def spelling(self) -> str:
         """Return what its owner calls it, and who that is; a name on loopback is that of any address, too."""
@@ -596,7 +603,7 @@ class NamedStores:
     def _let_in_again(self, store: NamedStore) -> None:
         """Decide again about sessions that have waited for the owner of this store."""
         self._let_in(self.waiting, (store.name, *(f"{host}:{store.port}" for host in store.hosts)))
-        self._let_in(self.seeking, store.addresses)
+        self._let_in(self.seeking, (*store.addresses, *store.relays))
 
     def _lost(self, store: NamedStore) -> Framed | None:
         """Return the reply to a session whose store has lost its owner, or None while the owner may come back."""
@@ -624,6 +631,8 @@ class NamedStores:
         session = entry.session
         session.move_to(store)
         store.sessions[session] = True
+        if entry.relay:
+            self._find_at(store, entry)
         if not entry.owner:
             return
         store.own(session, entry.owner)
@@ -634,6 +643,19 @@ class NamedStores:
             if entry.joins:
                 store.announce(store.joins + entry.joins)
                 self.unnamed.activate()
+
+    def _find_at(self, store: NamedStore, entry: Entry) -> None:
+        """Let a store be found at the address of a relay on its owner's host."""
+        relay = entry.relay
+        access = self.unnamed.hub.auth.access_of(entry.session)
+        if entry.host != store.host or relay in store.relays or len(store.relays) == _MOST_RELAYS:
+            return
+        if relay in store.addresses or (access is not None and access.store):
+            return
+        store.relays[relay] = None
+        self.unnamed.budget.charge(ADDRESS_BYTES)
+        self.addresses.setdefault(relay, {})[store] = True
+        self._let_in(self.seeking, self._telling((relay,)))
 
     def _queue(self, entry: Entry) -> None:
         self.waiting.setdefault(entry.name, OrderedDict())[entry.session] = entry
@@ -677,10 +699,11 @@ class NamedStores:
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
         _remove(self.of_port, _port(store.name), store)
-        for address in store.addresses:
+        addresses = (*store.addresses, *store.relays)
+        for address in addresses:
             _remove(self.addresses, address, store)
         # Sessions that wait because two stores came into question.
-        self._let_in(self.seeking, tuple(one for one in store.addresses if len(self.addresses.get(one, ())) < 2))
+        self._let_in(self.seeking, tuple(one for one in addresses if len(self.addresses.get(one, ())) < 2))
         if self._patient_until:
             self._let_in_again(store)
         self.ending[store] = True

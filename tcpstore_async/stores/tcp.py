@@ -339,7 +339,7 @@ class TCPStore(Store):
                     f"a server with TLS needs a certificate and its key: set {CERT} and {KEY} for the rank that hosts "
                     "it"
                 )
-            return host(
+            hosted = host(
                 port,
                 bind_host=bind_host,
                 listen_fd=listen_fd,
@@ -350,6 +350,12 @@ class TCPStore(Store):
                 tls=files,
                 tokens=tokens,
             )
+            log.info(
+                "the store on port %d ends with this process: `tcpstore serve --persist DIR` keeps stores that do not, "
+                "for ranks with TCPSTORE_SERVER_URL=tcp://HOST:PORT (docs/survive.md)",
+                hosted.port,
+            )
+            return hosted
         except DistNetworkError:
             if _is_agent_port(port) and listen_fd is None:
                 return None

@@ -5,6 +5,7 @@ of this process, because two methods of PyTorch's client hold the GIL while they
 C++ client connects before this rank is counted, so that both are on the server of the same round.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -27,11 +28,14 @@ from ..client.store_port import direct_address
 from ..client.sync_client import TCPClient
 from ..client.tls_settings import wants_tls
 from ..relay.named_ports import open_port
+from ..relay.shared import RELAY, shared_relay
 from ..server.listen_socket import listen
 from ..stores.rank import Rank, new_token
 from ..stores.rendezvous_url import Place
 from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to
+
+log = logging.getLogger("tcpstore_async.torch")
 
 _CppTCPStore: Final = dist.TCPStore
 """PyTorch's class, which `install(classes=True)` replaces."""
@@ -136,12 +140,14 @@ class _Joining(TCPStore):
     def _connect_native(self, client: TCPClient | None = None) -> None:
         """Create the C++ client of the server or, for a named store, of a port that stands for the store of `client`.
 
-        That is the server's port for it, if this host can reach one, else a port on loopback.
+        That is the port of this host's relay if the server is to survive its end, else the server's port for the
+        store, if this host can reach one, else a port on loopback.
         """
         host, port = self.host, self.port
         if self._server is not None and client is not None and client.name is not None:
-            direct = direct_address(self._server, client.name, self._timeout)
-            host, port = direct or ("127.0.0.1", self._open_port(self._server, client.name))
+            found = self._find_relay(self._server, client.name, client)
+            found = found or direct_address(self._server, client.name, self._timeout)
+            host, port = found or ("127.0.0.1", self._open_port(self._server, client.name))
             if self._listener is not None:
                 self._listener.close()
         hosts = self._hosted is not None or self._owns
@@ -151,6 +157,16 @@ class _Joining(TCPStore):
                 host, port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
             )
         self._sockets = sockets_to(port) - before if hosts else frozenset()
+
+    def _find_relay(self, server: ServerUrl, name: StoreName, client: TCPClient) -> tuple[str, int] | None:
+        """Return the address of this host's relay if clients can survive the end of the server; None without one."""
+        if os.environ.get(RELAY) == "0" or not client.extended() or not client.durable:
+            return None
+        try:
+            return shared_relay(server, name, client.local_host(), Deadline(self._timeout))
+        except DistNetworkError as error:
+            log.warning("%s; this process loses its store when the server ends", error)
+            return None
 
     def _open_port(self, server: ServerUrl, name: StoreName) -> int:
         """Open a port on loopback that stands for a named store."""

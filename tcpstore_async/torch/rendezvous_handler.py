@@ -53,6 +53,7 @@ from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
 from ..relay.named_ports import LastingPort
 from ..relay.process import RelayProcess
+from ..relay.shared import RELAY
 from ..server.rate_limited_log import RateLimitedLog
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, how_ended, is_closed
 from ..stores.late_agent import describe_end, own_origin, why_late
@@ -62,9 +63,6 @@ from ..stores.tcp import TCPStore as PlainTCPStore
 from .stores import PrefixStore, Store, TCPStore, host_for_others
 
 BACKEND: Final = "tcpstore"
-
-RELAY: Final = "TCPSTORE_RELAY"
-"""Environment variable: 1 has each agent run a relay for its workers."""
 
 DEFAULT_PORT: Final = 29400
 """The default port of torchrun's own backend."""
@@ -104,7 +102,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
-    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
+    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers, with 0 none; by default, if the server
+    keeps its stores when it is killed. With tls=1, or TCPSTORE_TLS=1, the
     servers that agents host offer TLS, and agents, relays and the ports of workers use it. With named_store=0, each
     round's workers get a server of their own. A server that an agent hosts runs in a thread of it if TCPSTORE_SERVER
     asks for that or no process can be started. With reuse_id=1, the agent starts a job again whose last run ended
@@ -125,7 +124,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=_positive(params, "keep_alive_interval", 5),
         keep_alive_max_attempt=_positive(params, "keep_alive_max_attempt", 3),
     )
-    relay = bool(params.get_as_bool("relay", os.environ.get(RELAY) == "1"))
+    relay = params.get_as_bool("relay", {"0": False, "1": True}.get(os.environ.get(RELAY, "")))
     named = bool(params.get_as_bool("named_store", True))
     reuse = params.get_as_bool("reuse_id")
     store = _open_store(params, read_timeout, params.get_as_bool("tls"))
@@ -146,14 +145,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 class _RoundStore(PlainTCPStore):
     """The named store of a round's workers, as its owner, an agent, holds it."""
 
-    _refused_is_final = True
-
-    def __init__(self, name: str, server: ServerUrl, timeout: timedelta, token: str | None) -> None:
-        """Create the store. Raises ConnectionRefusedError if the server is gone.
+    def __init__(self, name: str, server: ServerUrl, timeout: timedelta, token: str | None, durable: bool) -> None:
+        """Create the store. Raises ConnectionRefusedError if the server is gone, unless that is `durable`.
 
         Raises DistError if the server does not support named stores, or the token does not allow all keys.
         """
         self._store_name = name
+        self._refused_is_final = not durable
         super().__init__(*server[:2], is_master=True, timeout=timeout, token=token, tls=server.tls, server=str(server))
         try:
             self.num_keys()  # raises with a token for some keys only
@@ -173,7 +171,7 @@ class _Handler(RendezvousHandler):
     """
 
     def __init__(
-        self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool, named: bool
+        self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool | None, named: bool
     ) -> None:
         plain = store._plain
         self._run_id = run_id
@@ -181,7 +179,11 @@ class _Handler(RendezvousHandler):
         self._agents_server = plain._server or ServerUrl(plain.host, plain.port, self._tls)
         self._made_token = None if find_token() else plain._token.decode() or None
         """The token that this agent has made for its own server, if the environment has none."""
-        self._wants_relay = relay
+        self._wants_relay = bool(relay)
+        self._durable = plain._connection().durable
+        """Whether the agents' server comes back when it is killed."""
+        self._relays = self._durable if relay is None else relay
+        """Whether the workers of a named store get a relay: only behind one do they survive the end of the server."""
         self._wants_named = named
         self._opened: list[TCPStore | _RoundStore | RelayProcess | LastingPort] = []
         """What was opened for the last round's workers, to be closed in reverse order."""
@@ -349,10 +351,12 @@ class _Handler(RendezvousHandler):
 
         Raises DistNetworkError if that server is gone.
         """
-        if wants_tls(None) and not self._wants_relay:
+        if wants_tls(None) and not self._relays:
             return "the workers use TLS themselves (TCPSTORE_TLS=1), which a loopback port does not support"
         try:
-            self._opened.append(_RoundStore(name, self._agents_server, self._store.timeout, self._made_token))
+            self._opened.append(
+                _RoundStore(name, self._agents_server, self._store.timeout, self._made_token, self._durable)
+            )
             return ""
         except ConnectionRefusedError:
             raise errors.DistNetworkError("it refuses connections") from None
@@ -363,14 +367,11 @@ class _Handler(RendezvousHandler):
     def _open_port(self, name: str) -> tuple[str, int]:
         """Return an address where this agent's workers find the named store.
 
-        It is the port of a relay on request, else the server's port for the store if this host can reach one, else a
-        port on loopback.
+        It is that of a relay, else the server's port for the store if this host can reach one, else a port on loopback.
         """
         try:
-            if self._wants_relay:
-                relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
-                self._opened.append(relay)
-                return "127.0.0.1", relay.port
+            if self._relays:
+                return self._add_relay(str(self._agents_server), self._made_token, name)
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); each worker connection is forwarded separately", error)
         try:
@@ -406,12 +407,21 @@ class _Handler(RendezvousHandler):
             return address, port
         where = format_address(address, port)
         try:
-            relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
+            return self._add_relay(f"{'tcps' if self._tls else 'tcp'}://{where}", token)
         except (OSError, errors.DistError) as error:
             log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
             return address, port
+
+    def _add_relay(self, upstream: str, token: str | None, store: str = "") -> tuple[str, int]:
+        """Start a relay for this agent's workers, and return its address. Raises DistNetworkError and OSError.
+
+        Other hosts can reach it, so that the workers can pass the address on, unless it has more rights than they.
+        """
+        private = self._tls or token or find_token()
+        host = "127.0.0.1" if private else self._store._plain._connection().local_host() or "127.0.0.1"
+        relay = RelayProcess(upstream, token=token, store=store, host=host)
         self._opened.append(relay)
-        return "127.0.0.1", relay.port
+        return host, relay.port
 
     def _look(self) -> State:
         """Return the state of the rounds, at most a second old."""

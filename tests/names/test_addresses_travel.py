@@ -85,9 +85,10 @@ TESTS = Path(__file__).parent.parent
 class Hosts:
     """Two hosts, and the URL of a server."""
 
-    def __init__(self, both: tuple[networks.Network, networks.Network], url: str) -> None:
+    def __init__(self, both: tuple[networks.Network, networks.Network], url: str, durable: bool = False) -> None:
         self.both = both
         self.url = url
+        self.durable = durable
 
     def publish(self, client: str, role: str, shown: str, at: int, port: int, seconds: float = LIMIT) -> Program:
         """Start a program on a host that publishes the address of a store by its standard output."""
@@ -101,12 +102,13 @@ class Hosts:
         return Program(DIAL, TESTS, self.both[at].path, client, address, seconds, env=env)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "durable"])
+def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if reason := networks.why_not():
         pytest.skip(reason)
-    with networks.two_networks() as both, server_under(both[0].prefix, "--host", "::") as server:
-        yield Hosts(both, f"tcp://{both[0].address}:{server.port}")
+    options = ["--persist", str(tmp_path_factory.mktemp("journal"))] if request.param else []
+    with networks.two_networks() as both, server_under(both[0].prefix, "--host", "::", *options) as server:
+        yield Hosts(both, f"tcp://{both[0].address}:{server.port}", request.param)
 
 
 def published(program: Program) -> str:
@@ -167,11 +169,12 @@ def test_the_workers_of_torchrun(at: int, hosts: Hosts, tmp_path: Path) -> None:
             assert torchrun.stdout is not None
             assert torchrun.stderr is not None
             address = torchrun.stdout.readline().decode().strip()
-            assert address.startswith(f"{hosts.both[0].address}:"), address + torchrun.stderr.read().decode()
+            reached = hosts.both[at if hosts.durable else 0]  # through the relay, or directly
+            assert address.startswith(f"{reached.address}:"), address + torchrun.stderr.read().decode()
             with hosts.dial("stock", address, 1 - at) as dial:
                 assert dial.output() == "right one\n", (address, dial.errors())
             port = int(address.rpartition(":")[2])
-            done = hosts.both[at].inside(lambda: socket.create_connection((hosts.both[0].address, port), LIMIT))
+            done = hosts.both[at].inside(lambda: socket.create_connection((reached.address, port), LIMIT))
             with done:
                 done.sendall(HANDSHAKE + set_(b"/done", b"1"))
                 assert torchrun.wait(LIMIT) == 0

@@ -29,7 +29,8 @@ from torch_forker import Program
 torch = pytest.importorskip("torch")
 
 TESTS = Path(__file__).parent.parent
-MODES = ["stock", "native", "python", "names-native", "names-python"]
+MODES = ["stock", "native", "python", "names-native", "names-python", "names-durable"]
+"""The last one is names-native, on a server that keeps its stores when it is killed: then there are relays."""
 
 PROGRAM = """
 import os, sys
@@ -43,7 +44,7 @@ from datetime import timedelta
 import torch.distributed as dist
 if mode != "stock":
     import tcpstore_async.torch
-    client = mode.removeprefix("names-")
+    client = mode.removeprefix("names-").replace("durable", "native")
     tcpstore_async.torch.install(client=client, classes=client == "python")
 if user:
     os.setuid(int(user))
@@ -152,31 +153,40 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with tcpstore_server() as server:
-        yield f"tcp://127.0.0.1:{server.port}"
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The URLs of two servers, of which the second is durable."""
+    journal = ["--persist", str(tmp_path_factory.mktemp("journal"))]
+    with tcpstore_server() as server, tcpstore_server(*journal) as durable:
+        yield [f"tcp://127.0.0.1:{one.port}" for one in (server, durable)]
 
 
 @pytest.fixture(params=MODES)
-def world(request: pytest.FixtureRequest, server: str) -> Iterator[World]:
-    world = World(request.param, server)
+def world(request: pytest.FixtureRequest, servers: list[str]) -> Iterator[World]:
+    world = World(request.param, servers[request.param == "names-durable"])
     with world.stack:
         yield world
 
 
+Hosts = tuple[networks.Network, networks.Network]
+
+
 @pytest.fixture(scope="module")
-def two_hosts() -> Iterator[tuple[str, tuple[networks.Network, networks.Network]]]:
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Hosts]]:
     if reason := networks.why_not():
         pytest.skip(reason)
-    with networks.two_networks() as both, server_under(both[0].prefix, "--host", "::") as server:
-        yield f"tcp://{both[0].address}:{server.port}", both
+    journal = ["--persist", str(tmp_path_factory.mktemp("journal"))]
+    with (
+        networks.two_networks() as both,
+        server_under(both[0].prefix, "--host", "::") as server,
+        server_under(both[0].prefix, "--host", "::", *journal) as durable,
+    ):
+        yield [f"tcp://{both[0].address}:{one.port}" for one in (server, durable)], both
 
 
 @pytest.fixture(params=MODES)
-def wide_world(
-    request: pytest.FixtureRequest, two_hosts: tuple[str, tuple[networks.Network, networks.Network]]
-) -> Iterator[World]:
-    world = World(request.param, *two_hosts)
+def wide_world(request: pytest.FixtureRequest, two_hosts: tuple[list[str], Hosts]) -> Iterator[World]:
+    urls, both = two_hosts
+    world = World(request.param, urls[request.param == "names-durable"], both)
     with world.stack:
         yield world
 

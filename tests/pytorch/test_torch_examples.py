@@ -43,6 +43,13 @@ def test_ddp_under_torchrun(port: int) -> None:
 
 
 @alone_on_stdout
+def test_survive(port: int) -> None:
+    *killed, last = lines_of("survive.py", port)
+    assert [line.partition(",")[0] for line in killed] == [f"step {step}: killed the server" for step in (5, 15, 25)]
+    assert last == "the ranks ended with 0 0"
+
+
+@alone_on_stdout
 def test_ring_allreduce(port: int) -> None:
     sums = [10.0 * number for number in range(10)]
     assert forked_lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]

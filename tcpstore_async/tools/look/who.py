@@ -255,7 +255,7 @@ def _pending_lines(one: Pending) -> Iterable[str]:
     if len(one.elsewhere) > _ENOUGH:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:
-        yield f"  {one.unseen} not connected"
+        yield f"  {one.unseen} of them not connected"
     if one.unidentified:
         whose = "its connection is" if one.unidentified == 1 else "their connections are"
         yield f"  {one.unidentified} may be connected, but {whose} not known"

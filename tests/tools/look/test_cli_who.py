@@ -91,7 +91,7 @@ def test_a_rank_that_two_claim_and_a_wait_that_is_nobodys(module_sockets: Path) 
 def test_what_may_be_connected() -> None:
     pending = Pending("keys", "/pg/0", 0, 1, [0], [], 2, 7, 1.0, unidentified=1)
     assert list(_pending_lines(pending))[-2:] == [
-        "  2 not connected",
+        "  2 of them not connected",
         "  1 may be connected, but its connection is not known",
     ]
 

@@ -1,0 +1,126 @@
+"""One relay for all processes of a host that use a store: found, started again, and gone with its last rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from faults.fault_helpers import until
+from support import LIMIT, Server, secret_file, tcpstore, tcpstore_server
+from tcpstore_async import DistNetworkError, TCPStore
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.relay.shared import shared_relay
+from tcpstore_async.server.admin_path import own_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sockets")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with tcpstore_server("--persist", str(tmp_path_factory.mktemp("journal"))) as server:
+        yield server
+
+
+@pytest.fixture
+def owner(server: Server, request: pytest.FixtureRequest) -> Iterator[TCPStore]:
+    with TCPStore(request.node.name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as store:
+        store.set("who", "right one")
+        yield store
+
+
+def client(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, timeout=LIMIT, server="")
+
+
+def relay_of(store: TCPStore, host: str = "127.0.0.1") -> tuple[str, int]:
+    known = store._connection().name
+    assert known is not None
+    assert store._server is not None
+    return shared_relay(store._server, known, host, Deadline(LIMIT))
+
+
+def relays() -> list[Path]:
+    return sorted(own_folder().glob("*.relay"))
+
+
+def pids(path: Path) -> list[int]:
+    """The processes that hold a relay's file open."""
+    held = []
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if fd.readlink() == path:
+                held.append(int(fd.parts[2]))
+        except OSError:
+            pass
+    return sorted(set(held))
+
+
+def test_all_find_one_relay_that_ends_with_its_last_rank(owner: TCPStore) -> None:
+    with ThreadPoolExecutor(8) as ranks:
+        found = set(ranks.map(lambda _: relay_of(owner), range(8)))
+    assert len(found) == 1
+    (_, port), (path,) = found.pop(), relays()
+    (pid,) = pids(path)
+    assert pid != os.getpid()
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] != str(os.getpid())
+    with client(port) as rank:
+        assert rank.get("who") == b"right one"
+        os.kill(pid, signal.SIGTERM)  # which a launcher sends to all processes of a job
+        assert rank.get("who") == b"right one"
+    until(lambda: not path.exists(), "the file is removed")
+    until(lambda: not pids(path) and not Path(f"/proc/{pid}").exists(), "the relay has ended")
+
+
+def test_another_store_has_another_relay(server: Server, owner: TCPStore) -> None:
+    url = f"tcp://127.0.0.1:{server.port}"
+    with TCPStore("another store", 1, None, True, LIMIT, server=url) as other:
+        first, second = relay_of(owner), relay_of(other)
+        assert first != second
+        with client(first[1]) as rank, client(second[1]) as stranger:
+            assert rank.get("who") == b"right one"
+            assert stranger.num_keys() == 0
+
+
+def test_a_killed_relay_is_replaced(owner: TCPStore) -> None:
+    first = relay_of(owner)
+    (path,) = relays()
+    held = os.open(path, os.O_RDWR)  # by a process that has nothing to do with it
+    try:
+        for pid in pids(path):
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+        second = relay_of(owner)
+        assert second != first
+        with client(second[1]) as rank:
+            assert rank.get("who") == b"right one"
+    finally:
+        os.close(held)
+
+
+def test_with_a_token_it_is_for_this_user_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = secret_file(tmp_path / "keys", f"one:{'k' * 40}")
+    with tcpstore_server(
+        "--token-keys", str(keys), "--require-auth=all", "--persist", str(tmp_path / "journal")
+    ) as one:
+        command = ["token", "create", "--token-keys", str(keys)]
+        token = tcpstore(*command).stdout.decode().strip()
+        monkeypatch.setenv("TCPSTORE_TOKEN", token)
+        with TCPStore("with a token", 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{one.port}") as store:
+            host, port = relay_of(store, "192.0.2.1")
+            assert host == "127.0.0.1"
+            with client(port) as rank:
+                assert rank.num_keys() == 0
+            for path in relays():
+                for pid in pids(path):
+                    assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_an_address_that_it_cannot_listen_on(owner: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DistNetworkError, match=r"the relay exited with status 0; see its standard error"):
+        relay_of(owner, "192.0.2.1")
+    assert "192.0.2.1" in capfd.readouterr().err
