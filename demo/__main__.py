@@ -227,7 +227,8 @@ NEXT = """
 Try next (.venv has the plain Python build; `pip install .` compiles it, as for this demo)
   .venv/bin/tcpstore serve --host 127.0.0.1 --port 29500     and in a second terminal, with unmodified PyTorch:
   .venv/bin/python -W ignore -c 'from torch.distributed import TCPStore; store = TCPStore("127.0.0.1", 29500); \
-store.set("hello", "world"); print(store.get("hello"))'"""
+store.set("hello", "world"); print(store.get("hello"))'
+  .venv/bin/python examples/survive.py     training goes on while the server is killed three times"""
 
 NEXT_WITHOUT_TORCH = """
 Try next (.venv has the plain Python build; `pip install .` compiles it, as for this demo)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import tcpstore_async
+from tcpstore_async.stores.agent import Agent, Options, RoundsClosed, agent_name
 
 ROOT = Path(__file__).parent.parent.parent
 COMPILED = ROOT / "build" / "compiled"
@@ -242,6 +243,38 @@ async def name(load: Load, url: str, number: int) -> None:
         load.check(found == [value.encode() * size] * size, f"store {number}, round {round_number}: {found}")
 
 
+def form_rounds(load: Load, ports: list[int], tls: list[bool | None]) -> list[list[tuple[int, int, int]]]:
+    """Have one agent at each port join one round after the other; return what each saw."""
+    options = Options(least=len(ports), most=len(ports), join=TIMEOUT, heartbeat=TIMEOUT)
+
+    def run(number: int) -> list[tuple[int, int, int]]:
+        seen: list[tuple[int, int, int]] = []
+        with tcpstore_async.TCPStore("127.0.0.1", ports[number], timeout=TIMEOUT, tls=tls[number]) as store:
+            agent = Agent(store, "rounds", agent_name("agents", number), options)
+            while not load.over:
+                try:
+                    seen.append(agent.join())
+                    agent.beat()
+                except RoundsClosed:
+                    return seen
+                load.check(len(seen) < 2 or seen[-1][0] > seen[-2][0], f"agent {number}: {seen[-2:]}")
+            agent.close()
+        return seen
+
+    with ThreadPoolExecutor(len(ports)) as agents:
+        return list(agents.map(run, range(len(ports))))
+
+
+async def agents(load: Load, ports: list[int], tls: list[bool | None]) -> None:
+    """Rounds have all their agents, and are formed once."""
+    seen = await asyncio.to_thread(form_rounds, load, ports, tls)
+    formed = min(len(one) for one in seen)  # one may have closed the rounds before another joined the last
+    for rounds in zip(*[one[:formed] for one in seen], strict=True):
+        numbers = {number for number, _, _ in rounds}
+        ranks = sorted(rank for _, rank, _ in rounds)
+        load.check(len(numbers) == 1 and ranks == list(range(len(ports))), f"rounds {rounds}")
+
+
 async def kill(
     server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]]
 ) -> list[float]:
@@ -297,6 +330,8 @@ async def run(
         tasks += [wait(load, part[8], part[9])]
         tasks += [meet(load, part[10:14], f"barrier {first}")]
     tasks += [name(load, url, number) for number in range(2)]
+    three = [ports[0], ports[-1], ports[0]]
+    tasks += [agents(load, three, [None if port == server.port else False for port in three])]
     running = [asyncio.ensure_future(task) for task in tasks]
     began = time.monotonic()
 
