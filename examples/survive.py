@@ -55,7 +55,7 @@ def main() -> None:
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(RANKS)}  # only a name
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, "train"],
                 env={**os.environ, **store, **job, "RANK": str(rank)},
                 stdout=subprocess.PIPE if rank == 0 else None,
                 text=True,
@@ -75,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train() if "RANK" in os.environ else main()
+    train() if sys.argv[1:] == ["train"] else main()

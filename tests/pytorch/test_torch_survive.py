@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytorch.test_torch_torchrun import Job, groups, once
+from pytorch.test_torch_torchrun import CONF, Job, groups, once
 from pytorch.test_torch_torchrun import job as torchrun_job
 from server.test_persistence import Restarting
 from support import tcpstore
@@ -100,10 +100,11 @@ def test_ddp_through_three_kills(server: Restarting) -> None:
 
 @once
 def test_torchrun_through_kills_in_the_start_and_in_a_restart_of_workers(job: Job, server: Restarting) -> None:
-    first = job.agent("fail")
+    conf = f"{CONF},is_host=0"  # on the server's own host, an agent would take the port while there is no server
+    first = job.agent("fail", conf=conf)
     job.until(lambda: b"tcpstore.epoch.job" in tcpstore("keys", "--url", f"tcp://127.0.0.1:{job.port}").stdout)
     server.kill()
-    second = job.agent("fail")
+    second = job.agent("fail", conf=conf)
     server.start()
     job.until((job.folder / "failed").exists)
     server.restart()
