@@ -64,14 +64,15 @@ def main() -> None:
         ]
         assert ranks[0].stdout is not None
         for line in ranks[0].stdout:
-            server.kill()
-            server.wait()
+            with server:
+                server.kill()
             print(f"{line.strip()}: killed the server, pid {server.pid}", flush=True)
             time.sleep(0.5)
             server = serve(port, journal)
+        ranks[0].stdout.close()
         print("the ranks ended with", *[rank.wait() for rank in ranks], flush=True)
-        server.terminate()
-        server.wait()
+        with server:
+            server.terminate()
 
 
 if __name__ == "__main__":
