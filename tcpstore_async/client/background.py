@@ -51,6 +51,9 @@ _DEFER_SECONDS: Final = 0.1
 _SIGNALS: Final = frozenset(signal.valid_signals())
 """All signals, computed once because it takes long."""
 
+_CANCEL_SECONDS: Final = 0.1
+"""Seconds between two attempts to cancel a task."""
+
 _STOP_SECONDS: Final = 1.0
 """Seconds that a fork, the last `close`, or the exit of the interpreter waits for the thread."""
 
@@ -200,10 +203,10 @@ class BackgroundLoop:
         for service in list(_services):
             service.detach()
         tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
+        while tasks:
+            for task in tasks:
+                task.cancel()  # `asyncio.wait_for` swallows it if what it waits for has just ended
+            _, tasks = self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
         self._loop.close()
         if self._epoll is not None:
             self._epoll.close()

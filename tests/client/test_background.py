@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -104,6 +105,25 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -
     assert not threads()
     assert threading.active_count() == alive
     assert descriptors() == opened
+
+
+def test_it_ends_though_a_task_swallows_its_cancellation(port: int) -> None:
+    """As `asyncio.wait_for` does before Python 3.12 if what it waits for has just ended."""
+    swallowed, ended = threading.Event(), threading.Event()
+
+    async def task() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            swallowed.set()
+        await asyncio.Event().wait()
+
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.set("k", "v")
+        background.call_soon(lambda: background.spawn(task(), lambda _: ended.set()))
+    until(lambda: not threads())
+    assert swallowed.is_set()
+    assert ended.is_set()
 
 
 def test_many_stores_share_one_loop(port: int) -> None:
