@@ -26,6 +26,7 @@ _COMMANDS: Final = ProgramCommands(
         "help": "cli.help:help_command",
         "http": "tools.web.command:http_command",
         "info": "tools.look.look:info",
+        "journal": "tools.journal:journal",
         "keys": "tools.look.look:keys",
         "latency": "tools.look.look:latency",
         "monitor": "tools.look.look:monitor",

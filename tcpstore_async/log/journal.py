@@ -98,7 +98,7 @@ class Journal:
             found = None
         except (OSError, msgspec.MsgspecError) as error:
             raise JournalError(f"cannot read {path}: {error}") from None
-        segments = self._segments()
+        segments = segments_of(self.folder)
         if found is None and segments:
             raise JournalError(f"{self.folder} has segments, but no file named instance")
         try:
@@ -131,37 +131,23 @@ class Journal:
     def read(self) -> Iterator[Record]:
         """Yield all records; the next one is appended behind them, over what is torn. Raises JournalError."""
         reader = Reader()
-        segments = self._segments()
-        for number, path in enumerate(segments):
-            if path.name != _name(number):
-                raise JournalError(f"{self.folder / _name(number)} is missing")
-            try:
-                data = path.read_bytes()
-                yield from reader.read(data)
-            except OSError as error:
-                raise JournalError(f"cannot read {path}: {error.strerror}") from None
-            except JournalError as error:
-                raise JournalError(f"{path}: {error}") from None
-            if number < len(segments) - 1 and any(data[reader.end : reader.end + 8]):
-                raise JournalError(f"{path}: the record at byte {reader.end} is damaged, and later segments follow")
+        yield from read_records(self.folder, reader)
+        segments = segments_of(self.folder)
         self.chain = reader.chain
         self._count = len(segments)
         if segments:
-            self._reopen(segments[-1], reader.end, data[reader.end :].rstrip(b"\0"))
+            self._reopen(segments[-1], reader.end, reader.torn)
 
-    def _reopen(self, path: Path, end: int, torn: bytes) -> None:
+    def _reopen(self, path: Path, end: int, torn: int) -> None:
         """Append to a segment from `end` on. What is torn there is cut, as the next record may not fit there."""
         try:
             self._open(path, end)
             if torn:
-                self._write(bytes(len(torn)))
+                self._write(bytes(torn))
                 self._at = end
                 self._sync_data()
         except OSError as error:
             raise JournalError(f"cannot write {path}: {error.strerror}") from None
-
-    def _segments(self) -> list[Path]:
-        return sorted(self.folder.glob("log-" + "[0-9]" * 8))
 
     # Writing
 
@@ -268,12 +254,33 @@ class Journal:
     def remove(self) -> None:
         """Remove what the journal has written: its stores have ended for good. Then close it."""
         self._finish_ahead()
-        self._unlink(*self._segments(), *(self.folder / name for name in ("instance", "next", "made")))
+        self._unlink(*segments_of(self.folder), *(self.folder / name for name in ("instance", "next", "made")))
         self.close()
 
     def _unlink(self, *paths: Path) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def segments_of(folder: Path) -> list[Path]:
+    """Return the segments of a journal, in order."""
+    return sorted(folder.glob("log-" + "[0-9]" * 8))
+
+
+def read_records(folder: Path, reader: Reader) -> Iterator[Record]:
+    """Yield all records of a journal, which may be another server's. Raises JournalError."""
+    segments = segments_of(folder)
+    for number, path in enumerate(segments):
+        if path.name != _name(number):
+            raise JournalError(f"{folder / _name(number)} is missing")
+        try:
+            yield from reader.read(path.read_bytes())
+        except OSError as error:
+            raise JournalError(f"cannot read {path}: {error.strerror}") from None
+        except JournalError as error:
+            raise JournalError(f"{path}: {error}") from None
+        if number < len(segments) - 1 and reader.torn:
+            raise JournalError(f"{path}: the record at byte {reader.end} is damaged, and later segments follow")
 
 
 def _name(number: int) -> str:

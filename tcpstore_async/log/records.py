@@ -71,6 +71,8 @@ class Reader:
         self.chain = Chain()
         self.end: int = 0
         """Where the last segment's records end, in bytes."""
+        self.torn: int = 0
+        """Bytes behind them of a record that is not whole."""
 
     def read(self, segment: bytes) -> Iterator[Record]:
         """Yield the records of the next segment, up to the first that is not whole. Raises JournalError."""
@@ -104,3 +106,31 @@ class Reader:
             self.end = at
             yield Record(number, now, outputs, bytes(body[_FIXED.size :]))
         self.end = at
+        self.torn = len(segment[at:].rstrip(b"\0"))
+        if self.torn and _is_followed(segment, at, chain.number):
+            raise JournalError(f"record {chain.number}, at byte {at}, is damaged, and whole ones follow")
+
+
+def _is_followed(segment: bytes, at: int, number: int) -> bool:
+    """Return whether whole records stand behind the one with this number, at a byte, which is not whole.
+
+    The checksum of the next one goes on from that of the damaged one; if that is damaged itself, the one after tells.
+    """
+    if len(segment) - at < _RECORD.size:
+        return False
+    _, damaged = _RECORD.unpack_from(segment, at)
+    wanted = (number + 1).to_bytes(8, "little")
+    place = segment.find(wanted, at + 2 * _RECORD.size)
+    while place >= 0:
+        size, crc = _RECORD.unpack_from(segment, place - _RECORD.size)
+        end = place + size
+        if _FIXED.size <= size <= len(segment) - place:
+            if zlib.crc32(segment[place:end], damaged) == crc:
+                return True
+            if len(segment) - end >= _RECORD.size:
+                after, last = _RECORD.unpack_from(segment, end)
+                body = segment[end + _RECORD.size : end + _RECORD.size + after]
+                if len(body) == after >= _FIXED.size and zlib.crc32(body, crc) == last:
+                    return True
+        place = segment.find(wanted, place + 1)
+    return False
