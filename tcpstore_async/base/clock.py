@@ -39,6 +39,10 @@ class Recorder:
         """Return what somebody outside of the engine answers, which is part of the event."""
         raise NotImplementedError
 
+    def hide(self, secret: bytes) -> bytes:
+        """Return what stands for a secret, of the same length: the event does not have the secret itself."""
+        raise NotImplementedError
+
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         """Return steps whose result depends on what is no event. The result is part of the event in which they end."""
         raise NotImplementedError
@@ -80,3 +84,7 @@ class Clock:
     def ask(self, ask: Callable[[], Any]) -> Any:
         """Return what is answered outside of the engine."""
         return ask() if self.recorder is None else self.recorder.answer(ask)
+
+    def hidden(self, secret: bytes) -> bytes:
+        """Return what stands for a secret that has been received, the same for the same secret."""
+        return secret if self.recorder is None else self.recorder.hide(secret)

@@ -37,6 +37,9 @@ log = logging.getLogger("tcpstore_async.client")
 _GRACE: Final = 0.05
 """Seconds granted to the request after a wake-up that came just before the deadline."""
 
+_END_SECONDS: Final = 10.0
+"""Time for a server to come back that keeps its stores: else the name of one that is closed is taken for longer."""
+
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
 
 
@@ -360,7 +363,7 @@ class TCPClient(Pool):
         """
         if self.name is not None and self.name.owner and not self._lost:
             try:
-                self.call(requests.END_STORE, Deadline(MIN_ROUND_TRIP))
+                self.call(requests.END_STORE, Deadline(_END_SECONDS if self.durable else MIN_ROUND_TRIP))
                 return True
             except (DistNetworkError, StoreTimeoutError):
                 pass  # it ends when the server notices that the connection is lost

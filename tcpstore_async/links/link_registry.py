@@ -62,6 +62,7 @@ class LinkRegistry(LinkWork):
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or session.state != IDLE:
             raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
+        secret = said[b"secret"] = self.clock.hidden(secret)
         single = bool(said.get(b"single"))
         attempt = _number(said, b"attempt") if b"attempt" in said else 0
         link = self.links.get(identity) or self.singles.get(identity)

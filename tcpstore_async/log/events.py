@@ -9,6 +9,7 @@ bytes. Evictions for memory depend on what the kernel took, so they are events o
 they happened: what a session on a link sends between the two is the one thing that may differ.
 """
 
+import hashlib
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -24,11 +25,15 @@ from ..session.named_stores import NamedStore, NamedStores
 from ..session.server import ServerSession
 from ..session.store import Store
 from ..session.transport import Transport
+from ..wire.commands import BY_METHOD
 
 OPENED: Final = "opened"
 """The one event that is not a method of something in the engine: a session on a connection of its own."""
 
 RECEIVE: Final = "receive"
+
+_WITH_SECRETS: Final = BY_METHOD["auth"].prefix + BY_METHOD["link"].prefix
+"""Opcodes of commands that have a token, or the secret of a link."""
 
 
 class Engine(NamedTuple):
@@ -88,6 +93,17 @@ def _is_between(session: ServerSession) -> bool:
     return session.partial is None and session.input_buffer is None and session.running is None
 
 
+def _withholds(session: ServerSession) -> bool:
+    """Return whether bytes that have arrived are to be noted with those that follow: what the session keeps of them.
+
+    They wait until replies have been sent, or they are the beginning of a secret, which is hidden as a whole.
+    """
+    kept = session.input_buffer
+    return kept is not None and (
+        session.need == 0 or (len(kept) > 0 and session.partial is None and kept[0] in _WITH_SECRETS)
+    )
+
+
 def _counts(session: ServerSession) -> bool:
     """Return whether every byte counts that a session receives: its client may resume it."""
     owner = session.owner
@@ -112,6 +128,8 @@ class EventRecorder(Recorder):
         self.numbers: dict[ServerSession, int] = {}
         """Those that there are, in order of opening, with their numbers."""
         self._answers: list[Any] = []
+        self._secrets: dict[bytes, bytes] = {}
+        """Those in what is received, and what is noted instead."""
         self._evicted: list[Event] = []
         self._executions = 0
         """Of bytes of sessions on links, in this event."""
@@ -167,7 +185,7 @@ class EventRecorder(Recorder):
                 self._note_evicted()
             return
         given = chunk
-        if not is_link(session) and session.stalled():
+        if not is_link(session) and _withholds(session):
             given = chunk[: len(chunk) - len(session.input_buffer or b"")]
         self._note_received(session, given)
         value = session.large_value()
@@ -180,7 +198,7 @@ class EventRecorder(Recorder):
         else:
             self.inside = False
             self._executions = 0
-            self.received(self.numbers[session], data)
+            self.received(self.numbers[session], self._without_secrets(data) if self._secrets else data)
 
     def received(self, number: int, data: bytes) -> None:
         """Note that the session of this number has received bytes."""
@@ -191,7 +209,7 @@ class EventRecorder(Recorder):
         high = session.unsent > session.store.limits.unsent_high_water
         linked = is_link(session)
         kept = bytes(session.input_buffer or b"")
-        ahead = 0 if session.stalled() else len(kept)  # of these, in events already
+        ahead = 0 if _withholds(session) else len(kept)  # of these, in events already
         value, before = session.large_value(), self._filled.pop(session, 0)
         filled = b"" if value is None else bytes(value.buffer[before : value.filled])  # read straight into it
         running = session.running
@@ -215,7 +233,7 @@ class EventRecorder(Recorder):
             elif is_link(session):
                 given = given[ahead:]
             else:
-                held_back = len(session.input_buffer or b"") if session.stalled() else 0
+                held_back = len(session.input_buffer or b"") if _withholds(session) else 0
                 given = given[ahead : max(ahead, len(given) - held_back)]
             stepped = running is not None and (not failed or session.running is not running)
             if given or filled or stepped or not (failed or idle):
@@ -238,6 +256,12 @@ class EventRecorder(Recorder):
         found = ask()
         self._answers.append(found)
         return found
+
+    def hide(self, secret: bytes) -> bytes:
+        hidden = hashlib.shake_128(secret).digest(len(secret))
+        if secret:
+            self._secrets[secret] = hidden
+        return hidden
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         self._inquiries += 1
@@ -292,12 +316,21 @@ class EventRecorder(Recorder):
 
     def _note(self, method: str, subject: Reference, given: tuple[Any, ...]) -> None:
         self.inside = False
+        if self._secrets:
+            given = tuple([self._without_secrets(one) if isinstance(one, bytes) else one for one in given])
         event = Event(method, subject, given, self.clock.now, tuple(self._answers))
         self._answers.clear()
         self._executions = 0
         self._note_evicted(event)
 
+    def _without_secrets(self, data: bytes) -> bytes:
+        for secret, hidden in self._secrets.items():
+            data = data.replace(secret, hidden)
+        self._secrets.clear()
+        return data
+
     def _note_evicted(self, *events: Event) -> None:
         self.inside = False
+        self._secrets.clear()
         evicted, self._evicted = self._evicted, []
         self.note([*events, *evicted])

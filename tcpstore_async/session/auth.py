@@ -60,8 +60,10 @@ class Auth:
         """Execute AUTH. Raises NotAllowedError if the token is refused, behind the reply that says so."""
         status = REFUSED
         found: Access | str = "the server has no keys to check tokens with; connect without a token"
+        given = unpack(token)
+        self.clock.hidden(given)
         if self.authenticate is not None:
-            found = self.clock.ask(partial(self.authenticate, unpack(token)))
+            found = self.clock.ask(partial(self.authenticate, given))
         if isinstance(found, Access):
             if found.store and "enter" not in self.commands.features:
                 found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"

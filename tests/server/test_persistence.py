@@ -195,6 +195,21 @@ async def test_owners_come_back_to_their_stores(tmp_path: Path) -> None:
         assert json.loads(tcpstore("stores", "-o", "json", "--url", url).stdout) == []
 
 
+async def test_a_store_that_is_closed_while_there_is_no_server_has_no_name_any_more(tmp_path: Path) -> None:
+    with Restarting(tmp_path / "journal") as restarting:
+        url = f"tcp://127.0.0.1:{restarting.port}"
+        make = functools.partial(tcpstore_async.TCPStore, "job", 29500, server=url, timeout=60.0, is_master=True)
+        owner = await asyncio.to_thread(make)
+        restarting.kill()
+        closing = asyncio.ensure_future(asyncio.to_thread(owner.close))
+        done, _ = await asyncio.wait([closing], timeout=1.5)  # longer than for a server that keeps nothing
+        assert not done
+        await asyncio.to_thread(restarting.start)
+        await closing
+        following = await asyncio.to_thread(make)
+        await asyncio.to_thread(following.close)
+
+
 async def test_a_store_whose_owner_does_not_come_back_ends(tmp_path: Path) -> None:
     """Who waits for it may own the next one."""
     async with serve(persist=tmp_path / "journal") as server:

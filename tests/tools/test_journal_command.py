@@ -71,6 +71,11 @@ def test_values_are_printed_on_request_but_tokens_never(folder: Path, token: str
     assert token.split()[0].encode() not in done.stdout
 
 
+def test_no_token_is_in_the_journal(folder: Path, token: str) -> None:
+    text = token.split()[0].encode()
+    assert not [path.name for path in segments_of(folder) if text in path.read_bytes()]
+
+
 def copy_of(folder: Path, to: Path) -> Path:
     to.mkdir()
     for path in (folder / "instance", *segments_of(folder)):
