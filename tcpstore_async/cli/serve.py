@@ -228,6 +228,8 @@ def serve(
         raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
     if sync != PROCESS and persist is None:
         raise click.UsageError("--sync needs --persist.")
+    if persist is not None and not str(persist).strip("."):
+        raise click.UsageError("--persist needs the path of a directory of its own.")
     if persist is not None and owner_pid is not None:
         raise click.UsageError("--persist cannot be used with --owner-pid.")
     if require_tls and not tls_cert:

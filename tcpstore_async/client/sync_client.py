@@ -159,7 +159,8 @@ class TCPClient(Pool):
                 connection.read_until(call, deadline or Deadline.of_a_call(self.timeout))
             return call.result
         except DeadlineExceeded as out:
-            raise requests.late(request, self.timeout, out.__cause__) from out.__cause__
+            limit = deadline.timeout if self.timeout and deadline is not None else self.timeout
+            raise requests.late(request, limit, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(connection, error, request) from None
         except BaseException as error:

@@ -7,9 +7,11 @@ the records have another effect than before, no client continues on a state that
 """
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Final
 
+from ..base.errors import counted
 from ..links.link_registry import LinkRegistry
 from ..links.resume import Outputs
 from ..log.encoding import Encoder, JournalError, decode
@@ -60,6 +62,7 @@ class Persistence:
     def _replay(self, links: LinkRegistry) -> None:
         replayer = Replayer(self._engine, lambda session, pieces: None)
         differs = False
+        began = time.monotonic()
         for record in self.journal.read():
             self.records += 1
             self._clock.now = record.now
@@ -76,6 +79,8 @@ class Persistence:
         self._turn.begin()
         if not self.records:
             return
+        seconds = time.monotonic() - began
+        log.info("executed %s of %s again in %.1f s", counted(self.records, "record"), self.journal.folder, seconds)
         self._turn.offset = last - self._clock.now  # the time without a server is nobody's fault
         self._turn.begin()
         self._break(recorder.numbers, links)

@@ -16,8 +16,13 @@ def watch_signals() -> "asyncio.Queue[signal.Signals]":
     """Return a queue that receives every SIGTERM and SIGINT from now on."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    def told(number: signal.Signals) -> None:
+        log.info("%s: ending", number.name)
+        signals.put_nowait(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+        loop.add_signal_handler(number, told, number)
     return signals
 
 
@@ -26,7 +31,6 @@ async def drain_when_told(
 ) -> None:
     """Wait for a signal and call `stopping`; after SIGTERM, await `drain`, or another signal."""
     number = await signals.get()
-    log.info("%s: ending", number.name)
     stopping()
     if number is not signal.SIGTERM:
         drain.close()

@@ -636,6 +636,8 @@ class NamedStores:
         if not entry.owner:
             return
         store.own(session, entry.owner)
+        if self.clock.now < self._patient_until:
+            self._let_in_again(store)
         if entry.owner not in store.ids:
             store.ids.add(entry.owner)
             if entry.shares:

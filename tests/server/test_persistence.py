@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -193,6 +194,28 @@ async def test_owners_come_back_to_their_stores(tmp_path: Path) -> None:
         await asyncio.to_thread(rank.close)
         await asyncio.to_thread(owner.close)
         assert json.loads(tcpstore("stores", "-o", "json", "--url", url).stdout) == []
+
+
+async def test_a_rank_that_waits_for_an_owner_without_a_session_enters_when_that_comes_back(tmp_path: Path) -> None:
+    """The kill was in the middle of the owner's constructor, which begins anew."""
+
+    def own(port: int) -> socket.socket:
+        peer, _ = connect_blocking("127.0.0.1", port, Deadline(30.0), name=StoreName(name_of("job", 29500), "first"))
+        return peer
+
+    async with serve(persist=tmp_path / "journal") as server:
+        peer = await asyncio.to_thread(own, server.port)
+        server.stop(for_good=False)
+        peer.close()
+    async with serve(persist=tmp_path / "journal") as server:
+        url = f"tcp://127.0.0.1:{server.port}"
+        make = functools.partial(tcpstore_async.TCPStore, "job", 29500, server=url, timeout=60.0)
+        entering = asyncio.ensure_future(asyncio.to_thread(make))
+        while name_of("job", 29500) not in server.named.waiting:
+            await asyncio.sleep(0)
+        with await asyncio.to_thread(own, server.port):
+            rank = await entering
+            await asyncio.to_thread(rank.close)
 
 
 async def test_a_store_that_is_closed_while_there_is_no_server_has_no_name_any_more(tmp_path: Path) -> None:
