@@ -145,8 +145,8 @@ and `pid` have at most 64 bytes each:
 * `host`, `pid`: the client's, for error messages and diagnosis.
 * `server`: asks for a port of the store, for clients that cannot send ENTER: the server's host as this client spells
   it, at most 512 bytes.
-* `relay`: from a relay that enters the store for a rank: its address, written as those below. On the owner's host it is an address
-  of the store, for up to eight relays.
+* `relay`: from a relay that enters the store for a rank: its address, written as those below. On the owner's host it is
+  an address of the store, for up to eight relays.
 * `addresses`: up to 32, separated by spaces. For an owner that means any address of its host (0.0.0.0): those that the
   store is found at, beside its name. For others: those that the name may stand for. Each is `HOST:PORT`, or
   `BOOT/NETWORK/localhost:PORT` for loopback, where BOOT and NETWORK identify the host and its network namespace.
