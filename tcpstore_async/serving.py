@@ -108,7 +108,7 @@ async def serve(
 
     With `persist`, a directory, the server continues with the stores that the last server with that directory had, and
     keeps them there: until that server's process ends (`sync="process"`), or before each reply (`always`). Leaving the
-    context removes them, unless `stop(for_good=False)` was called before.
+    context removes them, unless that is by an exception, or `stop(for_good=False)` was called before.
 
     Raises DistNetworkError if the address or the admin socket is unavailable, or a file cannot be used, JournalError
     for a directory that cannot be used, and ValueError for a certificate without a key or the reverse, if TLS is
@@ -135,7 +135,10 @@ async def serve(
         server.ports.numbers = store_ports
         server.links.grace = link_grace
         if journal is not None:
-            server.persist(journal)
+            try:
+                server.persist(journal)
+            except OSError as error:
+                raise JournalLost(f"cannot write the journal in {persist}: {error.strerror}") from None
             if isinstance(tokens, TokenFiles):
                 server.close_invalid(tokens.reload())
         with closed_in_children(server):
@@ -143,6 +146,10 @@ async def serve(
                 server.start()
                 async with admin_socket(server, admin):
                     yield server
+            except BaseException:
+                if os.getpid() == pid and server.persistence is not None:
+                    server.stop(for_good=False)  # nobody has asked for the end of its stores
+                raise
             finally:
                 if os.getpid() == pid:
                     await server.dismiss()

@@ -31,14 +31,18 @@ class Usage:
             or (self.max_bytes and size > 0 and self.bytes + size > self.max_bytes)
         )
 
-    def demand(self, keys: int, size: int) -> None:
-        """Raise NotAllowedError if so many keys and bytes more may not be stored."""
-        if self.allows(keys, size):
+    def demand(self, keys: int, size: int, gone_keys: int, gone_bytes: int) -> None:
+        """Raise NotAllowedError if so many keys and bytes more may not be stored. Changes nothing.
+
+        `gone_keys` and `gone_bytes`, 0 or less, are those that are counted but that others have deleted.
+        """
+        if self.allows(keys + gone_keys, size + gone_bytes):
             return
-        if self.max_keys and keys > 0 and self.keys + keys > self.max_keys:
-            grown, held, most = counted(keys, "key"), self.keys, self.max_keys
+        held_keys, held_bytes = self.keys + gone_keys, self.bytes + gone_bytes
+        if self.max_keys and keys > 0 and held_keys + keys > self.max_keys:
+            grown, held, most = counted(keys, "key"), held_keys, self.max_keys
         else:
-            grown, held, most = counted(size, "byte"), self.bytes, self.max_bytes
+            grown, held, most = counted(size, "byte"), held_bytes, self.max_bytes
         raise NotAllowedError(
             f"{self.command} would add {grown}; {held:,} of the {most:,} allowed for token {self.identity} are in use"
         )
@@ -61,9 +65,9 @@ class Account:
         self.usage.keys += keys
         self.usage.bytes += size
 
-    def bound(self, keys: int, size: int) -> None:
-        """Count no more than what the whole store holds: others may have deleted what they had stored."""
-        self.add(min(0, keys - self.keys), min(0, size - self.bytes))
+    def gone(self, keys: int, size: int) -> tuple[int, int]:
+        """Return what is counted beyond what the whole store holds, as numbers to add: others have deleted it."""
+        return min(0, keys - self.keys), min(0, size - self.bytes)
 
     def close(self) -> None:
         """Count nothing any more: the store has ended."""

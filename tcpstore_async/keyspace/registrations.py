@@ -196,13 +196,16 @@ class Registrations(GroupRegistry):
     def _make_room(self, growth: int, keys: int = 0) -> None:
         """Make sure that what is stored may grow by so many bytes, and keys. Raises LimitError or NotAllowedError."""
         account = self.account
+        gone = 0, 0
         if account is not None:
             keys += self.count_keys() - self._keys_before
             size = growth + self.size - self.parked - self._stored_before
             if not account.usage.allows(keys, size):
-                account.bound(self._keys_before, self._stored_before)
-                account.usage.demand(keys, size)
+                gone = account.gone(self._keys_before, self._stored_before)
+                account.usage.demand(keys, size, *gone)
         self._grow(growth)
+        if account is not None:  # only now, as what is refused must change nothing
+            account.add(*gone)
 
     def charge(self, account: Account | None) -> Account | None:
         """Charge further changes to this account; return the previous one, for the caller to put back."""

@@ -40,6 +40,8 @@ class _Instance(msgspec.Struct):
     """Since when the machine has run; empty if that is not known."""
     settings: dict[str, str]
     """What the server must have in common with those that wrote the records."""
+    ended: bool = False
+    """Whether the stores have ended for good: what is left of the records is to be removed."""
 
 
 class Journal:
@@ -105,9 +107,12 @@ class Journal:
             boot = _BOOT.read_text().strip()
         except OSError:
             boot = ""
-        if found is not None and segments and not found.sync and found.boot != boot:
+        if found is not None and segments and not found.sync and found.boot != boot and not found.ended:
             self.outdated = True
-            self._unlink(path, *segments)
+            self._discard(found)
+            found, segments = None, []
+        elif found is not None and found.ended:
+            self._discard(found)
             found, segments = None, []
         if found is not None and segments:
             for name, value in settings.items():
@@ -120,6 +125,9 @@ class Journal:
         wanted = _Instance(instance, self.sync, boot, settings)
         if found != wanted:
             try:
+                if found is not None and self.sync and not found.sync:
+                    for segment in segments:
+                        _sync_file(segment)
                 self._make(path, [msgspec.json.encode(wanted), b"\n"])
                 self._sync_folder()
             except OSError as error:
@@ -235,11 +243,7 @@ class Journal:
 
     def _sync_folder(self) -> None:
         if self.sync:
-            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _sync_file(self.folder)
 
     # The end
 
@@ -254,12 +258,25 @@ class Journal:
     def remove(self) -> None:
         """Remove what the journal has written: its stores have ended for good. Then close it."""
         self._finish_ahead()
-        self._unlink(*segments_of(self.folder), *(self.folder / name for name in ("instance", "next", "made")))
+        self._discard(_Instance(self.instance, self.sync, "", {}))
         self.close()
 
-    def _unlink(self, *paths: Path) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
+    def _discard(self, instance: _Instance) -> None:
+        """Remove all records. Whoever finds only some of them removed goes on with that."""
+        path = self.folder / "instance"
+        instance.ended = True
+        self._make(path, [msgspec.json.encode(instance), b"\n"])
+        self._sync_folder()
+        for one in (*segments_of(self.folder), self.folder / "next", self.folder / "made", path):
+            one.unlink(missing_ok=True)
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def segments_of(folder: Path) -> list[Path]:

@@ -54,11 +54,14 @@ main()
 _UNUSED_SECONDS: Final = 1.0
 """Time without a rank after which the relay removes the file, and after which it ends."""
 
-_FIRST_SECONDS: Final = 30.0
+_FIRST_SECONDS: Final = 10.0
 """Time until the first rank has to come."""
 
 _POLL_SECONDS: Final = 0.02
 """Time between two looks at a relay that another process is starting."""
+
+_START_SECONDS: Final = 30.0
+"""Time for a relay to start, after which its ranks do without."""
 
 _CONNECT_SECONDS: Final = 2.0
 
@@ -88,23 +91,43 @@ def shared_relay(server: ServerUrl, name: StoreName, host: str, deadline: Deadli
     if server.tls or token:
         host = "127.0.0.1"
     key = json.dumps([*server, name.name, name.incarnation, host, hashlib.sha256(token).hexdigest()])
-    path = own_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.relay"
-    order = _Order((*server,), name.name, name.incarnation, host, str(path), -1)
+    left = deadline.left()
+    limit = Deadline(_START_SECONDS if left is None else min(left, _START_SECONDS))
     try:
-        while (address := _look(path, order, deadline)) is None:
-            if deadline.left() == 0:
-                raise TimeoutError("it does not start")
-            time.sleep(_POLL_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
+        path = own_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.relay"
+        order = _Order((*server,), name.name, name.incarnation, host, str(path), -1)
+        address = _find(path, order, limit)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise DistNetworkError(
             f"cannot start a relay for the store {spelled(name.name)!r} on {server}: {error}"
         ) from None
     return address
 
 
+def _find(path: Path, order: _Order, deadline: Deadline) -> tuple[str, int]:
+    """Return the address in a file, after starting the relay if there is none. Raises what `_look` does."""
+    tries = 2  # it may be killed while it starts
+    while True:
+        try:
+            address = _look(path, order, deadline)
+            if address is not None:
+                return address
+        except DistNetworkError:
+            tries -= 1
+            if not tries:
+                raise
+        if deadline.left() == 0:
+            raise TimeoutError("it does not start")
+        time.sleep(_POLL_SECONDS)
+
+
 def _look(path: Path, order: _Order, deadline: Deadline) -> tuple[str, int] | None:
     """Return the address in a file, after starting the relay if there is none; None while another process does."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        file = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)  # the relay's standard streams take the numbers below
+    finally:
+        os.close(opened)
     try:
         identity = os.fstat(file).st_dev, os.fstat(file).st_ino
         try:
@@ -184,7 +207,8 @@ async def _serve(order: _Order) -> None:
     ) as running:
         tune_gc()
         os.pwrite(order.lock, "{} {}\n".format(*here).encode(), 0)
-        print(json.dumps({"port": here[1]}), flush=True)
+        with suppress(OSError):  # the process that has started it has ended
+            os.write(1, json.dumps({"port": here[1]}).encode() + b"\n")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(running.used.wait(), _FIRST_SECONDS)
         await _unused(running)

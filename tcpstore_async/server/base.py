@@ -191,10 +191,11 @@ class Server:
             self.call_soon(self._serve_links)
             self._ticking.expect()
             self._leaving.expect()
-            for store in self.named.ports.values():
+            for store in list(self.named.ports.values()):
                 failed = self.ports.open_again(store)
                 if failed:
                     self.log_limited("ports", f"cannot listen on port {store.port} of {store} again: {failed}")
+                    self.named.lose_port(store)
             self.flush_pending()
 
     def stop_accepting(self) -> None:

@@ -92,6 +92,8 @@ class StorePorts:
 
     def open_again(self, store: NamedStore) -> str:
         """Listen on the port that a store already has; return why that fails, or nothing."""
+        if not self.numbers:
+            return "the server offers none (--store-ports 0)"
         host, _, *scope = self._address
         try:
             self._accept(store, close_on_fork(listen_at(self._family, (host, store.port, *scope), self._v6_only)))

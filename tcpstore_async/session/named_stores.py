@@ -452,6 +452,13 @@ class NamedStores:
             self.close(store)
         return True
 
+    def lose_port(self, store: NamedStore) -> None:
+        """Forget the port of a store, on which the server cannot listen any more. The next client gets another."""
+        if not self.clock.enters(self, "lose_port", store):
+            del self.ports[str(store.port)]
+            store.port = 0
+            self.unnamed.budget.charge(-PORT_BYTES)
+
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
         if self.clock.enters(self, "close", store):
@@ -571,6 +578,9 @@ class NamedStores:
         return ""
 
     def _create(self, entry: Entry) -> NamedStore:
+        access = self.unnamed.hub.auth.access_of(entry.session)
+        if access is not None and access.store:
+            entry.addresses = ()  # its owner may take this name only
         budget = self.unnamed.budget
         size = STORE_BYTES + ADDRESS_BYTES * len(entry.addresses)
         budget.charge(size)
@@ -652,8 +662,8 @@ class NamedStores:
         access = self.unnamed.hub.auth.access_of(entry.session)
         if entry.host != store.host or relay in store.relays or len(store.relays) == _MOST_RELAYS:
             return
-        if relay in store.addresses or (access is not None and access.store):
-            return
+        if relay in store.addresses or access is not None:
+            return  # a token that does not allow everything must not lead others here
         store.relays[relay] = None
         self.unnamed.budget.charge(ADDRESS_BYTES)
         self.addresses.setdefault(relay, {})[store] = True

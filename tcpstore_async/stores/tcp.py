@@ -35,7 +35,7 @@ from ..base.coercion import (
 from ..base.deadline import DEFAULT_TIMEOUT, Deadline
 from ..base.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
-from ..client import capabilities, exchanges, explanation, requests
+from ..client import background, capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
 from ..client.connect import always, leave_rest_to_parent
 from ..client.credentials import find_token
@@ -299,6 +299,8 @@ class TCPStore(Store):
                 if ranks is None or self._joins(client, rank):
                     client.timeout = self._timeout
                     client.joining = False
+                    if client.durable:  # the session must be resumed though no call is made
+                        background.defer(client.watch)
                     return client
                 client.close()
             except DistNetworkError as error:

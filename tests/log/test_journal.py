@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tcpstore_async.auth.access import Access
+from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError, decode, encode
 from tcpstore_async.log.events import RECEIVE, Event, Reference, Refused, Reply
-from tcpstore_async.log.journal import Journal
+from tcpstore_async.log.journal import Journal, segments_of
 from tcpstore_async.log.records import HEADER_BYTES, Chain, Reader, Record
 
 # Events
@@ -69,6 +70,45 @@ def test_anything_is_decoded_or_refused(data: bytes) -> None:
 
 def test_bytes_of_a_session_have_a_header_of_twelve_bytes() -> None:
     assert encode([Event(RECEIVE, Reference("session", 7), (b"abc",), 0.0)]) == b"\1\7\0\0\0\0\0\0\3\0\0\0abc"
+
+
+# Files
+
+
+def filled(folder: Path, sync: bool = False) -> Journal:
+    journal = Journal(folder, sync, segment_bytes=100)
+    assert list(journal.read()) == []
+    for number in range(5):
+        journal.append(1.5, number, b"e" * 50)
+    return journal
+
+
+def test_a_removal_that_was_cut_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = filled(tmp_path)
+    first = journal.instance
+    unlink = Path.unlink
+
+    def cut(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "log-00000002":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", cut)
+        journal.remove()
+    journal.close()
+    following = Journal(tmp_path, False)
+    assert list(following.read()) == []
+    assert following.instance != first
+    following.close()
+
+
+def test_records_that_were_not_synced_are_before_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path).close()
+    synced: list[Path] = []
+    monkeypatch.setattr(journal_module, "_sync_file", synced.append)
+    Journal(tmp_path, True).close()
+    assert [path.name for path in synced if path != tmp_path] == [path.name for path in segments_of(tmp_path)]
 
 
 # Records

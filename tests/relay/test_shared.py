@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,6 +120,45 @@ def test_with_a_token_it_is_for_this_user_on_loopback(tmp_path: Path, monkeypatc
             for path in relays():
                 for pid in pids(path):
                     assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_what_may_be_in_its_place(owner: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something locked that is no address; a folder whose name is no text; no standard streams."""
+    relay_of(owner)
+    (path,) = relays()
+    with path.open("r+b") as file:
+        file.truncate()
+        file.write(b"nonsense and more\n")
+    with pytest.raises(DistNetworkError, match="cannot start a relay"):
+        relay_of(owner)
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(strange, 0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", strange)
+    with pytest.raises(DistNetworkError, match="cannot start a relay"):
+        relay_of(owner)
+
+
+@pytest.mark.usefixtures("sockets")
+def test_a_process_without_standard_streams(owner: TCPStore, tmp_path: Path) -> None:
+    known = owner._connection().name
+    assert known is not None
+    source = f"""
+import os
+for fd in (0, 1):
+    os.close(fd)
+from tcpstore_async.base.deadline import Deadline
+from tcpstore_async.client.server_url import ServerUrl
+from tcpstore_async.client.store_name import StoreName
+from tcpstore_async.relay.shared import shared_relay
+name = StoreName({known.name!r})
+name.incarnation = {known.incarnation!r}
+host, port = shared_relay(ServerUrl(*{tuple(owner._server or ())!r}), name, "127.0.0.1", Deadline(30.0))
+os.write(2, b"%d" % port)
+"""
+    with (tmp_path / "port").open("wb") as said:  # no pipe, of which the relay would hold an end
+        subprocess.run([sys.executable, "-c", source], stderr=said, check=True, timeout=LIMIT)
+    with client(int((tmp_path / "port").read_text())) as rank:
+        assert rank.get("who") == b"right one"
 
 
 def test_an_address_that_it_cannot_listen_on(owner: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ import pytest
 
 import tcpstore_async
 from faults.kills import kills
-from support import Server, free_port, listening, tcpstore, tcpstore_relay, tcpstore_server
+from support import Server, free_port, listening, secret_file, tcpstore, tcpstore_relay, tcpstore_server
 from tcpstore_async.base.deadline import Deadline
-from tcpstore_async.base.errors import DistNetworkError
+from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName, name_of
@@ -196,6 +196,25 @@ async def test_owners_come_back_to_their_stores(tmp_path: Path) -> None:
         assert json.loads(tcpstore("stores", "-o", "json", "--url", url).stdout) == []
 
 
+async def test_a_store_without_calls_comes_back_too(tmp_path: Path) -> None:
+    """Else the owner's session, and the store with it, would end with the grace period."""
+    port = free_port()
+    async with serve("127.0.0.1", port, persist=tmp_path / "journal") as server:
+        make = functools.partial(tcpstore_async.TCPStore, "job", 29500, 2, timeout=60.0)
+        opened = [
+            asyncio.to_thread(functools.partial(make, is_master=rank == 0, server=f"tcp://127.0.0.1:{port}"))
+            for rank in range(2)
+        ]
+        ranks = await asyncio.gather(*opened)
+        server.stop(for_good=False)
+    async with serve("127.0.0.1", port, persist=tmp_path / "journal") as server:
+        assert len(server.links.suspended) == 2
+        while server.links.suspended:
+            await asyncio.sleep(0.01)
+        for rank in ranks:
+            await asyncio.to_thread(rank.close)
+
+
 async def test_a_rank_that_waits_for_an_owner_without_a_session_enters_when_that_comes_back(tmp_path: Path) -> None:
     """The kill was in the middle of the owner's constructor, which begins anew."""
 
@@ -255,6 +274,61 @@ async def test_a_store_whose_owner_does_not_come_back_ends(tmp_path: Path) -> No
         owner = await other
         assert store.ended == f"its owner ({store.creator}) did not come back after the server's restart"
         await asyncio.to_thread(owner.close)
+
+
+def test_a_start_that_fails_leaves_the_journal_as_it_is(tmp_path: Path) -> None:
+    with Restarting(tmp_path / "journal") as restarting:
+        url = f"tcp://127.0.0.1:{restarting.port}"
+        assert tcpstore("set", "key", "value", "--url", url).returncode == 0
+        restarting.kill()
+        for wrong in (["--port-file", str(tmp_path / "none" / "file")], ["--admin", str(tmp_path / "none" / "socket")]):
+            failed = tcpstore(*restarting.options, *wrong)
+            assert failed.returncode == 1
+            assert b"none" in failed.stderr
+        restarting.start()
+        assert tcpstore("get", "key", "--url", url).stdout == b"value"
+
+
+def test_what_a_tokens_limits_refuse_changes_nothing(tmp_path: Path) -> None:
+    """It is in no record: what is counted for the token must be the same again."""
+    keys = secret_file(tmp_path / "keys", f"one:{'k' * 40}")
+    made = tcpstore("token", "create", "--token-keys", str(keys), "--max-bytes", "3000")
+    token = made.stdout.decode().strip()
+    with Restarting(tmp_path / "journal", "--token-keys", str(keys)) as restarting:
+
+        def opened(token: str = "") -> tcpstore_async.TCPStore:
+            return tcpstore_async.TCPStore("127.0.0.1", restarting.port, timeout=60.0, token=token)
+
+        with opened() as plain, opened(token) as limited, opened(token) as refused:
+            limited.set("a", b"a" * 2000)
+            assert len(limited.get("a")) == 2000
+            plain.delete_key("a")
+            with pytest.raises(AccessDeniedError, match="would add"):
+                refused.set("b", b"b" * 4000)
+                refused.get("b")
+            plain.set("p", b"p" * 5000)
+            assert len(plain.get("p")) == 5000
+            try:
+                limited.set("c", b"c" * 1600)
+                accepted = len(limited.get("c")) == 1600
+            except AccessDeniedError:
+                accepted = False
+            restarting.restart()
+            assert plain.check(["c"]) == accepted
+        assert "another effect" not in restarting.server.log()
+
+
+def test_a_port_of_a_store_that_is_taken_meanwhile_is_not_told(tmp_path: Path) -> None:
+    with Restarting(tmp_path / "journal") as restarting:
+        url = f"tcp://127.0.0.1:{restarting.port}"
+        make = functools.partial(tcpstore_async.TCPStore, "127.0.0.1", 29500, server=url, timeout=60.0)
+        with make(is_master=True) as owner:
+            assert owner.port != 29500
+            restarting.kill()
+            with socket.create_server(("127.0.0.1", owner.port)):
+                restarting.start()
+                with make() as rank:
+                    assert rank.port not in (owner.port, 29500)
 
 
 def test_errors_of_the_command(tmp_path: Path) -> None:
