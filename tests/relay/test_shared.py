@@ -62,6 +62,7 @@ def pids(path: Path) -> list[int]:
     return sorted(set(held))
 
 
+@pytest.mark.needs_proc
 def test_all_find_one_relay_that_ends_with_its_last_rank(owner: TCPStore) -> None:
     with ThreadPoolExecutor(8) as ranks:
         found = set(ranks.map(lambda _: relay_of(owner), range(8)))
@@ -88,6 +89,7 @@ def test_another_store_has_another_relay(server: Server, owner: TCPStore) -> Non
             assert stranger.num_keys() == 0
 
 
+@pytest.mark.needs_proc
 def test_a_killed_relay_is_replaced(owner: TCPStore) -> None:
     first = relay_of(owner)
     (path,) = relays()
@@ -104,6 +106,7 @@ def test_a_killed_relay_is_replaced(owner: TCPStore) -> None:
         os.close(held)
 
 
+@pytest.mark.needs_proc
 def test_with_a_token_it_is_for_this_user_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = secret_file(tmp_path / "keys", f"one:{'k' * 40}")
     with tcpstore_server(
