@@ -98,6 +98,7 @@ def test_a_killed_relay_is_replaced(owner: TCPStore) -> None:
         for pid in pids(path):
             if pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
+        until(lambda: pids(path) == [os.getpid()], "the relay is gone")
         second = relay_of(owner)
         assert second != first
         with client(second[1]) as rank:
