@@ -109,9 +109,10 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -
 
 def test_it_ends_though_a_task_swallows_its_cancellation(port: int) -> None:
     """As `asyncio.wait_for` does before Python 3.12 if what it waits for has just ended."""
-    swallowed, ended = threading.Event(), threading.Event()
+    begun, swallowed, ended = threading.Event(), threading.Event(), threading.Event()
 
     async def task() -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -121,6 +122,7 @@ def test_it_ends_though_a_task_swallows_its_cancellation(port: int) -> None:
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.set("k", "v")
         background.call_soon(lambda: background.spawn(task(), lambda _: ended.set()))
+        assert begun.wait(LIMIT)
     until(lambda: not threads())
     assert swallowed.is_set()
     assert ended.is_set()

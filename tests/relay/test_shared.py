@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,13 +54,13 @@ def relays() -> list[Path]:
 def pids(path: Path) -> list[int]:
     """The processes that hold a relay's file open."""
     held = []
-    for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if fd.readlink() == path:
-                held.append(int(fd.parts[2]))
-        except OSError:
-            pass
-    return sorted(set(held))
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for fd in os.listdir(f"/proc/{process}/fd"):
+                if os.readlink(f"/proc/{process}/fd/{fd}") == str(path):
+                    held.append(int(process))
+                    break
+    return held
 
 
 @pytest.mark.needs_proc
