@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "tools"), str(ROOT / "tests"), str(ROOT)]
 
 from PIL import Image  # noqa: E402
 from web.browser import Browser, Page  # noqa: E402
