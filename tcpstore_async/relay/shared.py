@@ -129,16 +129,15 @@ def _look(path: Path, order: _Order, deadline: Deadline) -> tuple[str, int] | No
     finally:
         os.close(opened)
     try:
-        identity = os.fstat(file).st_dev, os.fstat(file).st_ino
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             address = _read(file)
             if address is None or _listens(address):
                 return address
-            remove(path, identity)  # it was killed, and a process that it has nothing to do with holds the lock
+            remove(path, _identity(file))  # it was killed, and a process that it has nothing to do with holds the lock
             return None
-        if identify(path) != identity:
+        if identify(path) != _identity(file):
             return None  # its relay has removed it
         os.ftruncate(file, 0)
         order.lock = file
@@ -146,6 +145,11 @@ def _look(path: Path, order: _Order, deadline: Deadline) -> tuple[str, int] | No
         return _read(file)
     finally:
         os.close(file)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
 
 
 def _read(file: int) -> tuple[str, int] | None:
@@ -212,7 +216,7 @@ async def _serve(order: _Order) -> None:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(running.used.wait(), _FIRST_SECONDS)
         await _unused(running)
-        remove(Path(order.path), identify(Path(order.path)))
+        remove(Path(order.path), _identity(order.lock))  # not that of a relay that has taken its place
         await _unused(running)
 
 

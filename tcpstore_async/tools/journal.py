@@ -21,8 +21,8 @@ from ..wire.commands import Command
 from ..wire.values import unpack
 from .load.observer import RequestDecoder
 
-_SECRET: Final = frozenset("tu")
-"""Kinds of fields that are never printed: tokens."""
+_LEFT_OUT: Final = frozenset("tu")
+"""Kinds of fields that are not printed: tokens, and the numbers of the handshake."""
 
 _NEVER: Final = frozenset({"LINK", "AUTH"})
 """Commands that contain secrets."""
@@ -117,7 +117,7 @@ def _command(command: Command, fields: Fields, values: bool) -> str:
 
 
 def _field(kind: str, field: Any, values: bool) -> str:
-    if kind in _SECRET:
+    if kind in _LEFT_OUT:
         return ""
     if kind == "k":
         return _key(field)

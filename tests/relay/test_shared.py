@@ -16,6 +16,7 @@ import pytest
 
 from faults.fault_helpers import until
 from support import LIMIT, Server, secret_file, tcpstore, tcpstore_server
+from support import refused as refuses
 from tcpstore_async import DistNetworkError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.relay.shared import shared_relay
@@ -79,6 +80,21 @@ def test_all_find_one_relay_that_ends_with_its_last_rank(owner: TCPStore) -> Non
         assert rank.get("who") == b"right one"
     until(lambda: not path.exists(), "the file is removed")
     until(lambda: not pids(path) and not Path(f"/proc/{pid}").exists(), "the relay has ended")
+
+
+def test_it_leaves_the_file_of_a_relay_that_has_taken_its_place(owner: TCPStore) -> None:
+    first = relay_of(owner)
+    with client(first[1]) as rank:
+        assert rank.get("who") == b"right one"
+        (path,) = relays()
+        path.unlink()
+        second = relay_of(owner)
+        assert second != first
+        with client(second[1]) as other:
+            rank.close()
+            until(lambda: refuses(first[1]), "the first relay has ended")
+            assert relays() == [path]
+            assert other.get("who") == b"right one"
 
 
 def test_another_store_has_another_relay(server: Server, owner: TCPStore) -> None:
