@@ -198,7 +198,10 @@ class EventRecorder(Recorder):
         else:
             self.inside = False
             self._executions = 0
-            self.received(self.numbers[session], self._without_secrets(data) if self._secrets else data)
+            if self._secrets:
+                data = self._without_secrets(data)
+                self._secrets.clear()
+            self.received(self.numbers[session], data)
 
     def received(self, number: int, data: bytes) -> None:
         """Note that the session of this number has received bytes."""
@@ -326,7 +329,6 @@ class EventRecorder(Recorder):
     def _without_secrets(self, data: bytes) -> bytes:
         for secret, hidden in self._secrets.items():
             data = data.replace(secret, hidden)
-        self._secrets.clear()
         return data
 
     def _note_evicted(self, *events: Event) -> None:

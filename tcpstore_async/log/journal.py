@@ -18,6 +18,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -265,8 +266,9 @@ class Journal:
         """Remove all records. Whoever finds only some of them removed goes on with that."""
         path = self.folder / "instance"
         instance.ended = True
-        self._make(path, [msgspec.json.encode(instance), b"\n"])
-        self._sync_folder()
+        with suppress(OSError):  # a full disk must not keep them
+            self._make(path, [msgspec.json.encode(instance), b"\n"])
+            self._sync_folder()
         for one in (*segments_of(self.folder), self.folder / "next", self.folder / "made", path):
             one.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -101,6 +102,17 @@ def test_a_removal_that_was_cut_is_finished(tmp_path: Path, monkeypatch: pytest.
     assert list(following.read()) == []
     assert following.instance != first
     following.close()
+
+
+def test_a_full_disk_keeps_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = filled(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(journal, "_make", full)
+    journal.remove()
+    assert segments_of(tmp_path) == []
 
 
 def test_records_that_were_not_synced_are_before_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
