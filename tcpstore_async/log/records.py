@@ -29,6 +29,9 @@ _MAGIC: Final = b"tcpstore journal"
 _SEGMENT: Final = struct.Struct("<16sIIIQ")
 """Magic, FORMAT, REPLAY, the crc of the last record before, the number of the first record."""
 
+_MOST_SEARCHED: Final = 256 << 20
+"""Bytes that are looked at for whole records behind a damaged one: a value may be full of what looks like them."""
+
 _RECORD: Final = struct.Struct("<II")
 _FIXED: Final = struct.Struct("<QdI")
 
@@ -121,10 +124,12 @@ def _is_followed(segment: bytes, at: int, number: int) -> bool:
     _, damaged = _RECORD.unpack_from(segment, at)
     wanted = (number + 1).to_bytes(8, "little")
     place = segment.find(wanted, at + 2 * _RECORD.size)
-    while place >= 0:
+    searched = 0
+    while place >= 0 and searched < _MOST_SEARCHED:
         size, crc = _RECORD.unpack_from(segment, place - _RECORD.size)
         end = place + size
         if _FIXED.size <= size <= len(segment) - place:
+            searched += size
             if zlib.crc32(segment[place:end], damaged) == crc:
                 return True
             if len(segment) - end >= _RECORD.size:
