@@ -14,7 +14,7 @@ def test_what_is_said_is_recorded() -> None:
     assert told() == RECORD.read_text()
 
 
-def shape(line: str) -> str:
+def outline(line: str) -> str:
     """A line without its names and numbers."""
     line = re.sub(r"\([^()]*pid \d+\)", "(PROCESS)", line.strip())
     line = re.sub(r"\branks? [\d, -]+", "RANKS ", line)
@@ -23,7 +23,7 @@ def shape(line: str) -> str:
 
 
 def test_the_page_shows_what_is_said() -> None:
-    said = {shape(line.split(":", 1)[1]) for line in told().splitlines() if line.startswith("who:")}
+    said = {outline(line.split(":", 1)[1]) for line in told().splitlines() if line.startswith("who:")}
     (shown,) = re.findall(r"\$ tcpstore who --missing .*\n((?:.*\n)*?)```", PAGE.read_text())
     assert shown.count("\n") > 5
-    assert {shape(line) for line in shown.splitlines()} <= said
+    assert {outline(line) for line in shown.splitlines()} <= said
