@@ -123,7 +123,7 @@ class EventRecorder(Recorder):
         self.clock.recorder = self
         self._stores = engine.root.hub.stores
         self._parts = {"hub": engine.root.hub, "named": engine.named, "links": engine.links}
-        self._opened = 0
+        self.opened_sessions = 0
         """How many sessions there were."""
         self.numbers: dict[ServerSession, int] = {}
         """Those that there are, in order of opening, with their numbers."""
@@ -133,7 +133,7 @@ class EventRecorder(Recorder):
         self._evicted: list[Event] = []
         self._executions = 0
         """Of bytes of sessions on links, in this event."""
-        self._inquiries = 0
+        self.inquiries = 0
         """How many commands there were whose replies depend on what is no event."""
         self._kept: dict[ServerSession, bytes] = {}
         """What links' connections have received and not looked at."""
@@ -143,8 +143,8 @@ class EventRecorder(Recorder):
     def go_on(self, numbers: dict[ServerSession, int], opened: int, inquiries: int) -> None:
         """Record the events of an engine in which others have been executed already."""
         self.numbers = numbers
-        self._opened = opened
-        self._inquiries = inquiries
+        self.opened_sessions = opened
+        self.inquiries = inquiries
         for session in numbers:
             value = session.large_value()
             if value is not None:
@@ -267,8 +267,8 @@ class EventRecorder(Recorder):
         return hidden
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
-        self._inquiries += 1
-        return self.reply_of(self._inquiries, steps)
+        self.inquiries += 1
+        return self.reply_of(self.inquiries, steps)
 
     def reply_of(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         found = yield from steps
@@ -276,8 +276,8 @@ class EventRecorder(Recorder):
         return found
 
     def opened(self, session: ServerSession) -> None:
-        self._opened += 1
-        self.numbers[session] = self._opened
+        self.opened_sessions += 1
+        self.numbers[session] = self.opened_sessions
         if not self.inside:
             given = session.host, session.port, session.connected_at
             self._note(OPENED, self.refer(session.store), given)

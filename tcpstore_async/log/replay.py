@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ..base.clock import Recorder
 from ..base.errors import BudgetError, PeerError, ProtocolError
+from ..base.mypyc_shim import mypyc_attr
 from ..session.server import ServerSession
 from ..session.transport import Keeper, Transport
 from ..wire.values import Framed
@@ -20,6 +21,7 @@ from .events import OPENED, RECEIVE, Engine, Event, EventRecorder, Reference, Re
 _UNLIMITED: Final = 2**62
 
 
+@mypyc_attr(serializable=True)
 class Ghost(Transport):
     """A connection that is not there."""
 
@@ -65,10 +67,12 @@ class Replayer(Recorder):
         self.sessions: dict[int, ServerSession] = {}
         """Keyed by number."""
         self.numbers: dict[ServerSession, int] = {}
-        self._opened = 0
+        self.opened_sessions = 0
+        """How many sessions there were."""
         self._answers: deque[Any] = deque()
         self._executions = 0
-        self._inquiries = 0
+        self.inquiries = 0
+        """How many commands there were whose replies depend on what is no event."""
         self._recorder: EventRecorder | None = None
         """What records what happens from now on; None while events are executed again."""
 
@@ -76,13 +80,21 @@ class Replayer(Recorder):
         self._before.append((thing, name, getattr(thing, name)))
         setattr(thing, name, value)
 
+    def resume(self, sessions: dict[int, ServerSession], opened: int, inquiries: int) -> None:
+        """Continue with an engine that has a state already; see `snapshot.py`."""
+        self.sessions = sessions
+        self.numbers = {session: number for number, session in sessions.items()}
+        self.opened_sessions = opened
+        self.inquiries = inquiries
+        self.hub.budget.resize(_UNLIMITED)
+
     def hand_over(self, recorder: EventRecorder) -> None:
         """Execute no more: this records the events that follow. The engine gets back what it had before."""
         for thing, name, value in self._before:
             setattr(thing, name, value)
         self.hub.budget.resize(self._limit)
         self._recorder = recorder
-        recorder.go_on(self.numbers, self._opened, self._inquiries)
+        recorder.go_on(self.numbers, self.opened_sessions, self.inquiries)
 
     def execute(self, event: Event) -> None:
         self.hub.clock.now = event.now
@@ -170,8 +182,8 @@ class Replayer(Recorder):
         return secret  # it is hidden already
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
-        self._inquiries += 1
-        return self._noted(self._inquiries, steps)
+        self.inquiries += 1
+        return self._noted(self.inquiries, steps)
 
     def _noted(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         while self._recorder is None:
@@ -183,9 +195,9 @@ class Replayer(Recorder):
         return (yield from self._recorder.reply_of(command, steps))
 
     def opened(self, session: ServerSession) -> None:
-        self._opened += 1
-        self.sessions[self._opened] = session
-        self.numbers[session] = self._opened
+        self.opened_sessions += 1
+        self.sessions[self.opened_sessions] = session
+        self.numbers[session] = self.opened_sessions
 
     def left(self, session: ServerSession) -> None:
         del self.sessions[self.numbers.pop(session)]

@@ -125,7 +125,7 @@ class Budget(Pins):
     def switch(self, share: StoreShare) -> None:
         """Make another store the active one."""
         self.attribute()
-        self._drop_listing()
+        self.drop_listing()
         before = self.share
         before.counted = self.keyspace.size
         self.share = share
@@ -178,7 +178,7 @@ class Budget(Pins):
         share = self.share
         self.seen = keyspace.size
         if self._listing is not None and self._listing.changes != keyspace.changes:
-            self._drop_listing()
+            self.drop_listing()
         before = share.stored
         stored = share.stored = keyspace.size - keyspace.parked
         if stored > before:
@@ -200,7 +200,7 @@ class Budget(Pins):
 
     def expect_listing(self, size: int, holder: Holder) -> None:
         """Make sure that there is memory for a listing of so many bytes. Raises BudgetError if not."""
-        self._drop_listing()
+        self.drop_listing()
         self.charge(size)
         try:
             self.relieve(holder)
@@ -210,11 +210,12 @@ class Budget(Pins):
     def keep_listing(self, listing: KeyListing) -> None:
         """Cache a listing until the keys change, so that clients that ask at the same time share one copy."""
         if listing.size > CHUNK and listing.changes == self.keyspace.changes:
-            self._drop_listing()
+            self.drop_listing()
             self._listing = listing
             self.charge(listing.size)
 
-    def _drop_listing(self) -> None:
+    def drop_listing(self) -> None:
+        """Forget the cached reply to LIST_KEYS."""
         listing = self._listing
         if listing is not None:
             self._listing = None
@@ -225,7 +226,7 @@ class Budget(Pins):
         if self.used() <= self._next:
             return
         self.attribute()
-        self._drop_listing()
+        self.drop_listing()
         used = self.used()
         victim, most = self._largest(self._holds)
         self._next = min(self.limit, max(self._first_mark, used + self.limit // _STEP))
@@ -242,7 +243,7 @@ class Budget(Pins):
     def _evict_for_growth(self, growth: int) -> None:
         """Evict peers so that the store may grow above a mark. Raises BudgetError if it must not grow."""
         self.attribute()
-        self._drop_listing()
+        self.drop_listing()
         serving = self.share.serving()
         used = self.used() + growth
         if used > self._next:
