@@ -370,6 +370,11 @@ def load(data: bytes, target: Replayer) -> None:
     target.resume(sessions, found.opened, found.inquiries)
 
 
+def sessions_of(data: bytes) -> list[int]:
+    """Return the numbers of the sessions in what `dump` returned."""
+    return [number for _, number in msgspec.msgpack.decode(data)[1]]
+
+
 class _Loader:
     """Makes objects again."""
 
@@ -511,5 +516,5 @@ def _stand(session: ServerSession, table: str, opcode: int, shared: bool) -> Non
     partial: Any = session.partial
     if partial is not None and not isinstance(partial, LinkInput):
         partial.codec = slot.request if shared else slot.command.request
-        if type(partial) is PartialKeys:
+        if isinstance(slot.request, SharedKeys) and isinstance(partial, PartialKeys):
             partial.shared = slot.request

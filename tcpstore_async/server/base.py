@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -23,6 +24,7 @@ from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..log.events import Engine
 from ..log.journal import Journal
+from ..log.snapshot import NotNowError
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.peer import Peer, latecomers
@@ -38,6 +40,7 @@ from .listen_socket import reserve_connections
 from .persistence import Persistence
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
+from .snapshots import Snapshots
 from .store_ports import StorePorts
 from .tls import ServerTls
 from .turn import LoopTurn
@@ -55,6 +58,9 @@ _MOST_REFUSED: Final = 1024
 
 _FAREWELL_SECONDS: Final = 1.0
 """Time for clients to ask for their sessions, which they do at once when their connections end."""
+
+_SEAL_SECONDS: Final = 2.0
+"""Time for commands under way to end before a snapshot of what they do."""
 
 _TICK_SECONDS: Final = 1.0
 """Time between two ticks of the links."""
@@ -105,6 +111,7 @@ class Server:
         self.store.keyspace.on_work = self._schedule_work
         self.persistence: Persistence | None = None
         """Keeps what has been executed, before anything leaves."""
+        self.snapshots: Snapshots | None = None
         self.on_end: Callable[[OSError | None], object] | None = None
         """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
         then nothing has left, and nothing more will."""
@@ -170,6 +177,10 @@ class Server:
         """Free threads and descriptors once the last connection has been closed."""
         raise NotImplementedError
 
+    def break_off(self, connection: Transport) -> None:
+        """Close a connection as if it had broken: what can survive that survives. In a turn; needs a journal."""
+        raise NotImplementedError
+
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Schedule a call on the loop, from any thread that serves connections."""
         self.loop.call_soon(callback)
@@ -186,6 +197,7 @@ class Server:
         """Continue with the stores of a journal, and keep it. Call it before `start`. Raises JournalError."""
         engine = Engine(self.store, self.named, self.links)
         self.persistence = Persistence(engine, self.links, self.turn, journal)
+        self.snapshots = Snapshots(journal, self.loop)
         with self.turn:
             self._schedule_work()
             self.call_soon(self._serve_links)
@@ -228,14 +240,18 @@ class Server:
         """
         if self.stopped:
             return
-        self.stopped = True
         self.stop_accepting()
         if self.persistence is not None:
+            if self.snapshots is not None:
+                self.snapshots.close()
             with self.turn:
                 pass  # what has happened is kept, and answered
+            if not for_good and not self.persistence.journal.failed:
+                self._seal(self.persistence)
             self.persistence.close(for_good)
             if not self.persistence.journal.failed:
                 self.persistence = None
+        self.stopped = True
         with self.turn:
             self.ports.stop()
             if for_good:
@@ -250,6 +266,25 @@ class Server:
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
+
+    def _seal(self, persistence: Persistence) -> None:
+        """Keep a snapshot, so that the next server has nothing to execute again, whichever version it is."""
+        with self.turn:
+            persistence.break_all(self.break_off)
+            self.flush_pending()
+        deadline = time.monotonic() + _SEAL_SECONDS
+        while True:
+            self.work()
+            self._serve_links()
+            try:
+                persistence.seal()
+            except NotNowError:
+                if time.monotonic() < deadline:
+                    continue
+                log.warning("the next server has to execute what has happened again: a command takes too long")
+            except OSError as error:
+                log.warning("cannot make a snapshot of %s: %s", persistence.journal.folder, error.strerror)
+            return
 
     def lost(self, error: OSError) -> None:
         """Serve no more, as what has happened cannot be made durable: nobody must learn of it."""

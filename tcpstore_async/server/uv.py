@@ -531,6 +531,10 @@ class UvServer(base.Server):
         found: list[Transport] = [connection for connection in self.connections if connection is not None]
         return [*found, *self.tls_connections.values()]
 
+    def break_off(self, connection: Transport) -> None:
+        if isinstance(connection, Connection):
+            connection.lost(OSError(errno.ECONNRESET, "the server ends"))
+
     def release(self) -> None:
         for fd in self.closing:
             os.close(fd)

@@ -8,7 +8,6 @@ before, and a digest of the state behind every hundredth record and the last.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,36 +16,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from replaying import digest
-from tcpstore_async.base.limits import Limits
-from tcpstore_async.links.resume import Outputs
 from tcpstore_async.log.encoding import decode
-from tcpstore_async.log.events import Engine
+from tcpstore_async.log.journal import read_instance
 from tcpstore_async.log.records import Reader
 from tcpstore_async.log.replay import Replayer
-from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.store import Store
+from tcpstore_async.server.snapshots import engine_of
 
 EVERY = 100
 
 
-def engine_of(folder: Path) -> Engine:
-    """Return an engine as the server of a journal begins with."""
-    instance = json.loads((folder / "instance").read_text())
-    settings = instance["settings"]
-    limits = Limits(**{field.name: int(settings[field.name]) for field in dataclasses.fields(Limits)})
-    store = Store(limits)
-    features = attach_features(store, instance["instance"], "uv", float(settings["link-grace"]))
-    auth = store.hub.auth
-    auth.require_auth = settings["require-auth"]
-    if settings["tokens"] == "True":
-        auth.authenticate = lambda token: ""
-    features.links.durable = True
-    features.links.outputs = Outputs()
-    return Engine(store, features.named, features.links)
-
-
 def look(folder: Path) -> dict[str, Any]:
-    engine = engine_of(folder)
+    engine = engine_of(read_instance(folder))
     outputs = None if engine.links is None else engine.links.outputs
     assert outputs is not None
     replayer = Replayer(engine, lambda session, pieces: None)

@@ -27,7 +27,8 @@ from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName, name_of
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError
-from tcpstore_async.log.journal import Journal
+from tcpstore_async.log.journal import Journal, read_records
+from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
 
 pytestmark = pytest.mark.slow
@@ -378,11 +379,9 @@ async def test_a_replay_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFi
         store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=20.0)
         for _ in range(3):
             await store.add("count", 1)
+        records = list(read_records(tmp_path, Reader()))
         server.stop(for_good=False)
-    found = Journal(tmp_path, False, settings_of(tmp_path))
-    records = list(found.read())
-    found.close()
-    (tmp_path / "log-00000000").unlink()
+    (tmp_path / "snapshot-00000001").unlink()
     again = Journal(tmp_path, False, settings_of(tmp_path))
     list(again.read())
     for record in records:
