@@ -177,7 +177,7 @@ class Journal:
             if _number(path) < first:
                 if path.name.startswith(_SEGMENT):
                     self.complete.pop(_number(path), None)
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _reopen(self, path: Path, end: int, torn: int) -> None:
         """Append to a segment from `end` on. What is torn there is cut, as the next record may not fit there."""

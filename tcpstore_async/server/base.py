@@ -115,6 +115,8 @@ class Server:
         self.on_end: Callable[[OSError | None], object] | None = None
         """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
         then nothing has left, and nothing more will."""
+        self.on_replace: Callable[[str], object] | None = None
+        """Called with the path where a server waits that takes this one's place."""
         self.named: NamedStores = features.named
         self.named.on_work = self._schedule_work
         self.named.on_released = lambda _: self._leaving.expect()
@@ -220,6 +222,7 @@ class Server:
             return
         with self.turn:
             pass  # what has happened is kept, and answered
+        self._stop_snapshots()
         self.persistence.close(True)
         self.persistence = None
         expected = len(self.links.singles) > 0
@@ -242,8 +245,7 @@ class Server:
             return
         self.stop_accepting()
         if self.persistence is not None:
-            if self.snapshots is not None:
-                self.snapshots.close()
+            self._stop_snapshots()
             with self.turn:
                 pass  # what has happened is kept, and answered
             if not for_good and not self.persistence.journal.failed:
@@ -266,6 +268,10 @@ class Server:
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
+
+    def _stop_snapshots(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def _seal(self, persistence: Persistence) -> None:
         """Keep a snapshot, so that the next server has nothing to execute again, whichever version it is."""
