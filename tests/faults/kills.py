@@ -1,9 +1,10 @@
 """Kills a server with a journal, again and again, under load: nothing is lost, executed twice, or left unanswered.
 
-    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure] [--replay]
+    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure] [--replay] [--builds A:B]
+    python tests/faults/kills.py --how replace    another server takes over each time, or `term`: SIGTERM
 
 Each call of each client is checked as it returns, and all queues, counters and values at the end. Prints one line of
-JSON for each run of 30 kills; the exit status is 1 if anything was wrong.
+JSON for each run of 100 kills; the exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -39,8 +41,8 @@ TIMEOUT = 60.0
 MANY_KILLS = 300.0
 """Seconds that a constructor has, which every kill sends back to where its session cannot survive."""
 
-A_RUN = 30
-"""Kills before the next run, with an empty journal: each is executed again from its beginning."""
+A_RUN = 100
+"""Kills before the next run, with an empty journal."""
 
 GRACE = "15"
 """A named store whose owner was closed while there was no server ends after so many seconds; the next one waits."""
@@ -53,18 +55,27 @@ END = b"end"
 class Server:
     """A server at one port and directory, which is killed and comes back."""
 
-    def __init__(self, folder: Path, port: int, options: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, port: int, options: list[str], env: dict[str, str], how: str, builds: list[str]
+    ) -> None:
         self.folder = folder
         self.port = port
         self.options = options
         self.env = env
+        self.how = how
+        self.builds = builds
+        """Folders for PYTHONPATH, of each of which a server is started in turn; none for the present one."""
+        self.started = 0
         self.start()
 
     def start(self) -> None:
+        if self.builds:
+            self.env = {**self.env, "PYTHONPATH": self.builds[self.started % len(self.builds)]}
+        self.started += 1
         command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", str(self.port), *self.options]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--persist", str(self.folder / "journal"), "--admin", ""],
+                [*command, "--persist", str(self.folder / "journal"), "--admin", str(self.folder / "admin")],
                 stdout=subprocess.PIPE, stderr=log, env=self.env, cwd=self.folder,
             )  # fmt: skip
 
@@ -77,11 +88,26 @@ class Server:
         with self.process:
             self.process.kill()
 
+    def restart(self) -> None:
+        """End the server in the way that is tried, and start the next one."""
+        before = self.process
+        if self.how == "replace":
+            self.options.append("--replace")
+        else:
+            before.send_signal(signal.SIGTERM if self.how == "term" else signal.SIGKILL)
+            before.wait(TIMEOUT)
+        self.start()
+        if self.how == "replace":
+            self.options.pop()
+            before.wait(TIMEOUT)
+        with before:
+            pass
+
     def copy(self) -> Path:
         """Copy the journal, while there is no server."""
         copy = Path(tempfile.mkdtemp(dir=self.folder))
         for path in (self.folder / "journal").iterdir():
-            if path.name == "instance" or path.name.startswith("log-"):
+            if path.name == "instance" or path.name.startswith(("log-", "snapshot-")):
                 shutil.copy(path, copy)
         return copy
 
@@ -288,9 +314,13 @@ async def kill(
         if ends():
             break
         began = time.monotonic()
-        await asyncio.to_thread(server.kill)
-        copy = await asyncio.to_thread(server.copy) if elsewhere else None
-        server.start()
+        if elsewhere:
+            await asyncio.to_thread(server.kill)
+            copy = await asyncio.to_thread(server.copy)
+            server.start()
+        else:
+            copy = None
+            await asyncio.to_thread(server.restart)
         await asyncio.to_thread(server.ready)
         before = load.calls
         while load.calls == before and not ends():
@@ -382,9 +412,15 @@ def free_port() -> int:
 
 
 def kills(
-    count: int, seed: int, sync: str, secure: bool, elsewhere: list[tuple[str, int]] | None = None
+    count: int,
+    seed: int,
+    sync: str,
+    secure: bool,
+    elsewhere: list[tuple[str, int]] | None = None,
+    how: str = "kill",
+    builds: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Run a load during which the server is killed so often; return what was seen.
+    """Run a load during which the server is killed so often, or ended otherwise; return what was seen.
 
     Behind each kill the journal is executed again `elsewhere`, as for `Server.replayed`.
     """
@@ -395,13 +431,13 @@ def kills(
         if secure:
             options += secured(folder, env)
             os.environ.update({key: text for key, text in env.items() if key.startswith("TCPSTORE_")})
-        server = Server(folder, free_port(), options, env)
+        server = Server(folder, free_port(), options, env, how, builds or [])
         stack.callback(server.kill)
         server.ready()
         url = f"{'tcps' if secure else 'tcp'}://127.0.0.1:{server.port}"
         relayed = stack.enter_context(relay(folder, url, env))
         found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
-        found |= {"seed": seed, "sync": sync, "secure": secure}
+        found |= {"seed": seed, "sync": sync, "secure": secure, "how": how}
         if found["wrong"]:
             found["log"] = (folder / "server.log").read_text()[-3000:]
         return found
@@ -431,13 +467,16 @@ def main() -> None:
     parser.add_argument("--sync", default="process", choices=["process", "always"])
     parser.add_argument("--secure", action="store_true", help="with TLS and tokens")
     parser.add_argument("--replay", action="store_true", help="behind each kill, execute the journal again: see Server")
+    parser.add_argument("--how", default="kill", choices=["kill", "term", "replace"])
+    parser.add_argument("--builds", default="", help="folders of builds that are started in turn, separated by :")
     given = parser.parse_args()
+    turns = [path for path in given.builds.split(":") if path]
     builds = [str(ROOT), *([str(COMPILED)] if COMPILED.exists() else [])]
     elsewhere = [(path, seed) for path in builds for seed in (0, 1, 4711)] if given.replay else []
     wrong = False
     for run in range(-(-given.kills // A_RUN)):
         count = min(A_RUN, given.kills - A_RUN * run)
-        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere)
+        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere, given.how, turns)
         print(json.dumps(found), flush=True)
         wrong = wrong or bool(found["wrong"])
     sys.exit(1 if wrong else 0)

@@ -19,8 +19,8 @@ from tcpstore_async.auth.access import Access
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError, decode, encode
 from tcpstore_async.log.events import RECEIVE, Event, Reference, Refused, Reply
-from tcpstore_async.log.journal import Journal, segments_of
-from tcpstore_async.log.records import HEADER_BYTES, Chain, Reader, Record
+from tcpstore_async.log.journal import Journal, read_records, segments_of, snapshots_of, write_snapshot
+from tcpstore_async.log.records import HEADER_BYTES, REPLAY, Chain, Reader, Record, Snapshot, decode_snapshot
 
 # Events
 
@@ -347,6 +347,116 @@ def test_removing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
     journal.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
     assert write(tmp_path) != first
+
+
+# Snapshots
+
+
+def seal(folder: Path, state: bytes) -> None:
+    journal = Journal(folder, False)
+    try:
+        list(journal.read())
+        journal.seal(1.5, state)
+    finally:
+        journal.close()
+
+
+def test_a_snapshot_stands_for_what_was_before(tmp_path: Path) -> None:
+    write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
+    seal(tmp_path, b"state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "instance", "next", "snapshot-00000004"]
+    assert (tmp_path / "snapshot-00000004").stat().st_mode & 0o777 == 0o600
+    write(tmp_path, b"5", b"6")
+    journal = Journal(tmp_path, False)
+    assert journal.snapshot == Snapshot(4, 4, journal.snapshot.crc if journal.snapshot else 0, 1.5, b"state")
+    assert [(record.number, record.events) for record in journal.read()] == [(4, b"5"), (5, b"6")]
+    journal.close()
+    assert segments_of(tmp_path) == [tmp_path / "log-00000004"]
+
+
+def test_what_a_snapshot_makes_unnecessary_is_removed(tmp_path: Path) -> None:
+    """Also if the server was killed before it had removed it; and it is told of each complete segment."""
+    write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
+    reader = Reader()
+    records = list(read_records(tmp_path, reader))
+    third = Reader()
+    for path in segments_of(tmp_path)[:2]:
+        list(third.read(path.read_bytes()))
+    for segment, state in ((0, b"old"), (2, b"new")):
+        crc = third.chain.crc if segment else 0
+        write_snapshot(tmp_path, Snapshot(segment, segment, crc, 0.0, state))
+    (tmp_path / "snapshot").write_bytes(b"begun")
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    assert journal.snapshot is not None
+    assert journal.snapshot.state == b"new"
+    assert list(journal.read()) == records[2:]
+    assert snapshots_of(tmp_path) == [tmp_path / "snapshot-00000002"]
+    assert [path.name for path in segments_of(tmp_path)] == ["log-00000002", "log-00000003"]
+    assert list(journal.complete) == [2]
+    told: list[int] = []
+    journal.on_complete = lambda: told.append(len(journal.complete))
+    journal.append(0.0, 0, bytes(900))
+    assert told == [2]
+    journal.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
+
+
+def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Damaged, put back from a copy, or with what follows missing or not its own."""
+    write(tmp_path, *[b"%d" % number * 600 for number in range(3)], segment_bytes=1000)
+    seal(tmp_path, b"state")
+    write(tmp_path, *[b"%d" % number * 600 for number in range(3)], segment_bytes=1000)
+    path = tmp_path / "snapshot-00000003"
+    whole = path.read_bytes()
+    for wrong, why in (
+        (whole[:-1], "the snapshot is damaged"),
+        (whole[:10], "the snapshot is not whole"),
+        (whole[:-5] + b"x" + whole[-4:], "the snapshot is damaged"),
+        (bytes(100), "this is no snapshot"),
+        (b"".join(Snapshot(2, 3, 0, 0.0, b"").encode()), "is the snapshot before segment 2"),
+        (b"".join(Snapshot(3, 7, 0, 0.0, b"").encode()), "continues record 3, but record 7 is the next"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(JournalError, match=f"{path}.*{why}|{why}"):
+            written(tmp_path)
+    path.unlink()
+    with pytest.raises(JournalError, match="log-00000000 is missing"):
+        written(tmp_path)
+    path.write_bytes(whole)
+    (tmp_path / "log-00000003").unlink()
+    with pytest.raises(JournalError, match="log-00000003 is missing"):
+        written(tmp_path)
+
+
+def test_a_segment_of_another_version_is_refused(tmp_path: Path) -> None:
+    """A snapshot is not: nothing has to be executed again."""
+    write(tmp_path, b"1")
+    seal(tmp_path, b"state")
+    [path] = snapshots_of(tmp_path)
+    found = decode_snapshot(path.read_bytes())
+    path.write_bytes(b"".join(found._replace(replay=REPLAY + 1).encode()))
+    assert written(tmp_path) == []
+    write(tmp_path, b"2")
+    [segment] = segments_of(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[20] += 1
+    segment.write_bytes(data)
+    with pytest.raises(JournalError, match=f"for replay {REPLAY + 1}; .*: start that version, and end it with SIGTERM"):
+        written(tmp_path)
+
+
+def test_a_full_disk_leaves_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="No space left"):
+            seal(tmp_path, b"state")
+    assert snapshots_of(tmp_path) == []
+    assert written(tmp_path) == [b"1"]
+
+
+def failing(fd: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.slow

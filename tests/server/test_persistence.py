@@ -435,6 +435,12 @@ def test_kills_under_load(sync: str, secure: bool, monkeypatch: pytest.MonkeyPat
     assert kills(3, 1, sync, secure)["wrong"] == []
 
 
+@pytest.mark.parametrize("how", ["term", "replace"])
+def test_servers_that_end_in_order_under_load(how: str) -> None:
+    """They leave a snapshot; another one that takes over gets the listening socket too."""
+    assert kills(3, 1, "process", False, how=how)["wrong"] == []
+
+
 async def test_stop(tmp_path: Path) -> None:
     """The command ends a server for good; one that a process has started for itself ends with that."""
     with Restarting(tmp_path / "journal") as restarting:
