@@ -41,6 +41,9 @@ TIMEOUT = 60.0
 MANY_KILLS = 300.0
 """Seconds that a constructor has, which every kill sends back to where its session cannot survive."""
 
+REST = 0.2
+"""Seconds from one kill to the next, at least."""
+
 A_RUN = 100
 """Kills before the next run, with an empty journal."""
 
@@ -48,6 +51,7 @@ GRACE = "15"
 """A named store whose owner was closed while there was no server ends after so many seconds; the next one waits."""
 
 LARGE = 300_000
+MOST_TEXT = 50_000
 MANY = 3000
 END = b"end"
 
@@ -128,14 +132,15 @@ class Server:
 
 
 @contextmanager
-def relay(folder: Path, url: str, env: dict[str, str]) -> Iterator[int]:
+def relay(folder: Path, url: str, env: dict[str, str]) -> Iterator[tuple[int, int]]:
+    """Run a relay; yield its port and its process's id."""
     command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", url, "--port", "0"]
     with (folder / "relay.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=folder)
     with process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["port"]
+            yield json.loads(process.stdout.readline())["port"], process.pid
         finally:
             process.kill()
 
@@ -194,6 +199,9 @@ async def write(load: Load, call: Client) -> None:
         load.check(await call("get", key) == data, f"{name}: another value for {key}")
         load.written[key] = data
         load.written[f"{name}/text"] = text
+        if len(text) > MOST_TEXT:
+            await call("delete_key", f"{name}/text")
+            text = load.written[f"{name}/text"] = b""
         load.written[f"{name}/swapped"] = value
         if rng.random() < 0.03:
             keys = [f"{name}/many/{number}" for number in range(MANY)]
@@ -243,6 +251,7 @@ async def meet(load: Load, calls: list[Client], name: str) -> None:
     while not load.over:
         number += 1
         await asyncio.gather(*(call("barrier", f"{name}/{number}", len(calls)) for call in calls))
+        await calls[0]("delete_key", f"{name}/{number}")
         load.check(True, "")
 
 
@@ -305,12 +314,12 @@ async def agents(load: Load, ports: list[int], tls: list[bool | None]) -> None:
 
 
 async def kill(
-    server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]]
+    server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]], rest: float
 ) -> list[float]:
-    """Kill the server so often; return the seconds from each kill to the next answer."""
+    """Kill the server so often, after `rest` seconds or a little more; return the seconds to the next answer."""
     pauses: list[float] = []
     for _ in range(count):
-        await asyncio.sleep(0.2 + load.rng.random() * 0.6)
+        await asyncio.sleep(rest + load.rng.random() * 0.6)
         if ends():
             break
         began = time.monotonic()
@@ -335,7 +344,13 @@ async def kill(
 
 
 async def run(
-    server: Server, url: str, ports: list[int], kills: int, seed: int, elsewhere: list[tuple[str, int]]
+    server: Server,
+    url: str,
+    ports: list[int],
+    kills: int,
+    seed: int,
+    elsewhere: list[tuple[str, int]],
+    rest: float = REST,
 ) -> dict[str, Any]:
     load = Load(seed)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(100))  # most wait for the server
@@ -371,7 +386,7 @@ async def run(
     def ends() -> bool:
         return load.over or any(one.done() for one in (*running, *poppers))
 
-    pauses = await kill(server, load, kills, ends, elsewhere)
+    pauses = await kill(server, load, kills, ends, elsewhere, rest)
     load.over = True
     ended = await asyncio.gather(*running, return_exceptions=True)
     load.wrong += [f"{type(one).__name__}: {one}" for one in ended if isinstance(one, BaseException)]
@@ -435,7 +450,7 @@ def kills(
         stack.callback(server.kill)
         server.ready()
         url = f"{'tcps' if secure else 'tcp'}://127.0.0.1:{server.port}"
-        relayed = stack.enter_context(relay(folder, url, env))
+        relayed, _ = stack.enter_context(relay(folder, url, env))
         found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
         found |= {"seed": seed, "sync": sync, "secure": secure, "how": how}
         if found["wrong"]:
