@@ -164,17 +164,6 @@ class NotNowError(Exception):
     """Something is being done in steps: there is nothing to dump before it is done."""
 
 
-class _Schema(msgspec.Struct):
-    """What is written first."""
-
-    layouts: dict[str, tuple[str, ...]]
-    """Attributes of each class that occurs."""
-    opened: int
-    """How many sessions there were."""
-    inquiries: int
-    """See `EventRecorder`."""
-
-
 def dump(source: Replayer | EventRecorder) -> bytes:
     """Return the state of an engine that is at rest, whose connections are all gone, or Ghosts.
 
@@ -193,8 +182,8 @@ def dump(source: Replayer | EventRecorder) -> bytes:
     given = [[writer.value(session), number] for session, number in numbers.items()]
     writer.finish()
     layouts = {name: _LAYOUTS[_NAMES[name]] for name in writer.occurring}
-    schema = _Schema(layouts, source.opened_sessions, source.inquiries)
-    return msgspec.msgpack.encode([schema, given, writer.made, writer.contents, writer.guarded()])
+    counts = [source.opened_sessions, source.inquiries]
+    return msgspec.msgpack.encode([layouts, counts, given, writer.made, writer.contents, writer.guarded()])
 
 
 def _roots(engine: Engine) -> list[Any]:
@@ -355,10 +344,9 @@ def _pieces(holder: Any) -> list[Any]:
 def load(data: bytes, target: Replayer) -> None:
     """Give an engine in which nothing has happened yet the state that was dumped. Raises JournalError."""
     try:
-        schema, given, made, contents, guarded = msgspec.msgpack.decode(data)
-        found = msgspec.convert(schema, _Schema)
-        for name, layout in found.layouts.items():
-            if name not in _NAMES or _LAYOUTS[_NAMES[name]] != layout:
+        layouts, (opened, inquiries), given, made, contents, guarded = msgspec.msgpack.decode(data)
+        for name, layout in layouts.items():
+            if name not in _NAMES or list(_LAYOUTS[_NAMES[name]]) != layout:
                 raise JournalError(f"{name} was written by another version: {', '.join(layout)}")
         loader = _Loader(target.engine, made)
         loader.fill(contents, guarded)
@@ -367,12 +355,12 @@ def load(data: bytes, target: Replayer) -> None:
         raise
     except Exception as error:
         raise JournalError(f"the snapshot cannot be read: {error!r}") from None
-    target.resume(sessions, found.opened, found.inquiries)
+    target.resume(sessions, opened, inquiries)
 
 
 def sessions_of(data: bytes) -> list[int]:
     """Return the numbers of the sessions in what `dump` returned."""
-    return [number for _, number in msgspec.msgpack.decode(data)[1]]
+    return [number for _, number in msgspec.msgpack.decode(data)[2]]
 
 
 class _Loader:
