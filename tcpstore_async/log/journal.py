@@ -91,6 +91,8 @@ class Journal:
         self._ahead: threading.Thread | None = None
         self.failed: int = 0
         """The errno of the first error; 0 if there was none."""
+        self.cut: int = 0
+        """Bytes of a record that was not whole, at the end, which `read` has cut."""
         self.outdated = False
         """Whether records were removed that might not be whole, as the machine has started again."""
         try:
@@ -167,6 +169,7 @@ class Journal:
         if segments:
             self.complete = {_number(path): path.stat().st_size for path in segments[:-1]}
             self._reopen(segments[-1], reader.end, reader.torn)
+            self.cut = reader.torn
 
     def trim(self) -> None:
         """Remove what the last snapshot makes unnecessary. From any thread."""
