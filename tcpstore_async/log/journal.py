@@ -28,7 +28,7 @@ import msgspec
 from .encoding import JournalError
 from .records import HEADER_BYTES, Chain, Reader, Record, Snapshot, decode_snapshot
 
-SEGMENT_BYTES: Final = 16 << 20
+SEGMENT_BYTES: Final = 8 << 20
 
 _ZEROS: Final = bytes(1 << 20)
 
