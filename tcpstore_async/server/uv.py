@@ -76,7 +76,7 @@ class Connection(Transport):
         self.hung_up = False
         """Whether the peer sends no more: read to the end, as no further event will be reported."""
         self.queued = False
-        """Whether reading is deferred to a later turn, or until the disk has space; until then nothing else may read."""
+        """Whether reading is deferred to a later turn, or until the disk has space: nothing else may read meanwhile."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
 
