@@ -241,6 +241,18 @@ class LinkRegistry(LinkWork):
         for carrier in [link.carrier for link in self.links.values()] + [one.carrier for one in self.singles.values()]:
             carrier.lost = self.clock.now
 
+    def hold(self, what: int) -> None:
+        """Have commands wait, or wait no longer: see `Hub.held`. Here, as sessions on links continue as an event."""
+        if self.clock.enters(self, "hold", what):
+            return
+        self.store.hub.held = what
+        if what:
+            return
+        for link in self.links.values():
+            for linked in link.sessions.values():
+                if linked.session.stalled():
+                    linked.resume_later()
+
     def close_all(self) -> None:
         """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""
         if self.clock.enters(self, "close_all"):

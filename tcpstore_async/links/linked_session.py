@@ -186,7 +186,9 @@ class LinkedSession(Credit):
             self.flush()
         if not session.stalled():
             self._allow_or_close()
-        elif session.running is not None or session.unsent <= session.store.limits.unsent_high_water:
+        elif session.running is not None or (
+            session.unsent <= session.store.limits.unsent_high_water and not session.waits_for_space()
+        ):
             self.resume_later()
 
     def _fail(self, error: PeerError) -> None:

@@ -6,7 +6,8 @@
     log-00000003       segments, in order
     next               a segment of zeros, made ahead; `made` until it is whole
 
-Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early.
+Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early:
+`shortage` says what may still be written.
 This module must not know what an event is, nor the engine.
 
 Invariants: files are the user's only. `append` returns when the record is with the kernel or, if the journal is synced,
@@ -89,6 +90,12 @@ class Journal:
         self._count = 0
         """The number of the next segment."""
         self._ahead: threading.Thread | None = None
+        self.spare = False
+        """Whether the next segment is made."""
+        self.refused: str = ""
+        """Why it could not be made; empty if it is, or is being made for the first time."""
+        self.on_made: Callable[[], object] = _nothing
+        """Called in a thread whenever making it has succeeded or failed."""
         self.failed: int = 0
         """The errno of the first error; 0 if there was none."""
         self.cut: int = 0
@@ -170,6 +177,9 @@ class Journal:
             self.complete = {_number(path): path.stat().st_size for path in segments[:-1]}
             self._reopen(segments[-1], reader.end, reader.torn)
             self.cut = reader.torn
+            self.spare = (self.folder / "next").exists()
+            if not self.spare:
+                self.make_ahead()
 
     def trim(self) -> None:
         """Remove what the last snapshot makes unnecessary. From any thread."""
@@ -215,6 +225,18 @@ class Journal:
             self.failed = error.errno or errno.EIO
             raise
 
+    def shortage(self) -> int:
+        """Return what the disk has space for: 0 for anything, 1 for what is small, 2 for what cannot be avoided.
+
+        While the next segment is not made, the rest of this one is all that there is.
+        """
+        if self.spare or self._fd < 0:
+            return 0
+        left = self._size - self._at
+        if left < self.segment_bytes // 4:
+            return 2
+        return int(bool(self.refused) or left < self.segment_bytes // 2)
+
     def _begin(self, at_least: int) -> None:
         """Begin the next segment."""
         path, made = self.folder / _name(self._count), self.folder / "next"
@@ -231,10 +253,17 @@ class Journal:
         made.rename(path)
         self._sync_folder()
         self._count += 1
-        self._ahead = threading.Thread(target=self._make_ahead, name="tcpstore journal", daemon=True)
-        self._ahead.start()
+        self.spare = False
+        self.refused = ""
+        self.make_ahead()
         if self.on_complete is not None and self.complete:
             self.on_complete()
+
+    def make_ahead(self) -> None:
+        """Make the next segment in a thread, unless that is under way."""
+        if self._ahead is None or not self._ahead.is_alive():
+            self._ahead = threading.Thread(target=self._make_ahead, name="tcpstore journal", daemon=True)
+            self._ahead.start()
 
     def _open(self, path: Path, at: int) -> None:
         self._close_segment()
@@ -252,8 +281,13 @@ class Journal:
     def _make_ahead(self) -> None:
         try:
             self._make(self.folder / "next", _zeros(self.segment_bytes))
-        except OSError:
-            pass  # whoever needs it makes it again, and is told
+            self.spare = True
+            self.refused = ""
+        except OSError as error:
+            self.refused = error.strerror or str(error)
+            with suppress(OSError):  # others may need the space
+                (self.folder / "made").unlink(missing_ok=True)
+        self.on_made()
 
     def _make(self, path: Path, parts: Iterable[bytes]) -> None:
         """Make a whole file, or none."""
@@ -398,6 +432,10 @@ def read_records(folder: Path, reader: Reader) -> Iterator[Record]:
             raise JournalError(f"{path}: {error}") from None
         if number < len(segments) - 1 and reader.torn:
             raise JournalError(f"{path}: the record at byte {reader.end} is damaged, and later segments follow")
+
+
+def _nothing() -> None:
+    pass
 
 
 def _name(number: int) -> str:

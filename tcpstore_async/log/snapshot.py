@@ -57,7 +57,7 @@ _STORE: Final = ("joins", "over", "serving")
 
 _LAYOUTS: Final[dict[type, tuple[str, ...]]] = {
     # What every engine has, or another object makes
-    Hub: ("stores", "evicted", "unvalidated", "unvalidated_on_links"),
+    Hub: ("stores", "evicted", "unvalidated", "unvalidated_on_links", "held"),
     Auth: ("granted", "usage"),
     Budget: ("others", "lists", "unfinished", "holders", "seen", "share", "keyspace", "pins", "orphaned"),
     NamedStores: (

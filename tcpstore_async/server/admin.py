@@ -425,6 +425,7 @@ class Admin:
             "accepting": server.listener.fileno() >= 0,
             "connections": server.count,
             "max_connections": server.max_connections,
+            "why_held": server.store.hub.why_held,
         }
 
 

@@ -62,6 +62,9 @@ _FAREWELL_SECONDS: Final = 1.0
 _SEAL_SECONDS: Final = 2.0
 """Time for commands under way to end before a snapshot of what they do."""
 
+_DISK_SECONDS: Final = 1.0
+"""Time between two looks whether a full disk has space."""
+
 _TICK_SECONDS: Final = 1.0
 """Time between two ticks of the links."""
 
@@ -95,6 +98,7 @@ class Server:
         self._validating = self._due(self._close_overdue)
         self._leaving = self._due(self._close_left)
         self._ticking = self._due(self._tick)
+        self._holding = self._due(self._watch_disk)
         self.store: Store = Store(limits, session_bytes=session_bytes)
         self.clock = self.turn.clock = self.store.hub.clock
         self.turn.begin()
@@ -175,6 +179,9 @@ class Server:
         """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
         raise NotImplementedError
 
+    def resume_held(self) -> None:
+        """Continue with the connections whose requests waited for space on the disk. In a turn."""
+
     def release(self) -> None:
         """Free threads and descriptors once the last connection has been closed."""
         raise NotImplementedError
@@ -200,7 +207,9 @@ class Server:
         engine = Engine(self.store, self.named, self.links)
         self.persistence = Persistence(engine, self.links, self.turn, journal)
         self.snapshots = Snapshots(journal, self.loop)
+        journal.on_made = lambda: self.loop.call_soon_threadsafe(self._holding.expect)
         with self.turn:
+            self._holding.expect()
             self._schedule_work()
             self.call_soon(self._serve_links)
             self._ticking.expect()
@@ -263,7 +272,7 @@ class Server:
             for connection in self.open_connections():
                 connection.close()
         self.release()
-        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking):
+        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking, self._holding):
             due.cancel()
         self.rate_limited.flush()
         self.audit.flush()
@@ -668,6 +677,15 @@ class Server:
         if self.store.hub.pending_flush:
             self.flush_pending()
         return _TICK_SECONDS if more else None
+
+    def _watch_disk(self) -> float | None:
+        """Continue with what has waited for space on the disk, if there is space."""
+        if self.persistence is None or self.stopped:
+            return None
+        more = self.persistence.watch_disk()
+        if not self.store.hub.held:
+            self.resume_held()
+        return _DISK_SECONDS if more else None
 
     def _due(self, run: Callable[[], float | None]) -> Due:
         return Due(self.loop, self.call_soon, self.turn, run)

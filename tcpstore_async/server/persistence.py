@@ -20,6 +20,7 @@ from ..log.journal import Journal
 from ..log.records import Record
 from ..log.replay import Replayer
 from ..log.snapshot import dump, load
+from ..session.store import WRITES
 from ..session.transport import Keeper, Transport
 from .turn import LoopTurn
 
@@ -127,6 +128,7 @@ class Persistence:
             if isinstance(owner, Transport):
                 owner.close()
         links.restart()
+        links.hold(0)
         hub.pending_flush.extend(session for session in sessions if session.out)
 
     # Each turn
@@ -136,6 +138,33 @@ class Persistence:
         events = self._encoder.take()
         if events or self.journal.failed:
             self.journal.append(self._clock.now, self._outputs.take(), events)
+            if not self.journal.spare:
+                self._hold()
+
+    def watch_disk(self) -> bool:
+        """Let commands wait no longer if the disk has space; else look again soon: return True."""
+        self._hold()
+        if self.journal.refused:
+            self.journal.make_ahead()
+        return bool(self.journal.refused)
+
+    def _hold(self) -> None:
+        """Have commands wait, or wait no longer, as the journal has space."""
+        hub, journal = self._engine.root.hub, self.journal
+        shortage = journal.shortage()
+        if shortage != hub.held:
+            self._links.hold(shortage)
+        why = ""
+        if shortage and journal.refused:
+            what = "writes wait, reads go on" if shortage == WRITES else "everything waits"
+            why = f"the journal cannot grow ({journal.refused}): {what}"
+        if why == hub.why_held:
+            return
+        hub.why_held = why
+        if why:
+            log.warning("%s until there is space for %s", why, journal.folder)
+        else:
+            log.warning("there is space for %s again: nothing waits", journal.folder)
 
     def seal(self) -> None:
         """Keep a snapshot instead of all records. Raises NotNowError and OSError."""

@@ -7,12 +7,14 @@ import os
 import signal
 import stat
 import struct
+import threading
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcpstore_async.auth.access import Access
@@ -44,6 +46,7 @@ CALLS = st.builds(Event, TEXT, REFERENCES, GIVEN, st.just(1.5), ANSWERS)
 EVENTS = st.lists(RECEIVED | CALLS, max_size=4)
 
 
+@settings(deadline=None)
 @given(EVENTS)
 def test_events_are_decoded_as_they_were(events: list[Event]) -> None:
     found = decode(encode(events), 1.5)
@@ -51,6 +54,7 @@ def test_events_are_decoded_as_they_were(events: list[Event]) -> None:
     assert [list(map(type, event)) for event in found] == [list(map(type, event)) for event in events]
 
 
+@settings(deadline=None)
 @given(EVENTS.filter(bool), st.data())
 def test_events_that_are_cut_are_not_decoded_otherwise(events: list[Event], data: st.DataObject) -> None:
     encoded = encode(events)
@@ -338,6 +342,113 @@ def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
         journal.append(0.0, 0, b"3")
     journal.close()
     assert written(tmp_path) == [b"1"]
+
+
+def test_nothing_is_written_after_a_sync_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may have dropped what it could not write, and say nothing the next time."""
+    journal = Journal(tmp_path, True)
+    journal.append(0.0, 0, b"1")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "no disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        with pytest.raises(OSError, match="no disk"):
+            journal.append(0.0, 0, b"2")
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(0.0, 0, b"3")
+    journal.close()
+    assert written(tmp_path) == [b"1", b"2"]  # the next start takes what is there
+
+
+def made(journal: Journal) -> None:
+    """Wait until making the next segment has succeeded or failed."""
+    if journal._ahead is not None:
+        journal._ahead.join()
+
+
+def test_what_there_is_space_for(tmp_path: Path) -> None:
+    """Segments that exist are filled; then appending fails. The next one is made as soon as that is possible."""
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    told: list[str] = []
+    journal.on_made = lambda: told.append(journal.refused)
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, b"1")
+    made(journal)
+    assert told == [""]
+    (tmp_path / "made").mkdir()
+    journal.append(0.0, 0, bytes(900))
+    assert journal.shortage() == 0  # the next one is made
+    journal.append(0.0, 0, bytes(100))
+    made(journal)
+    assert told == ["", "Is a directory"]
+    assert journal.shortage() == 1
+    journal.append(0.0, 0, bytes(700))
+    assert journal.shortage() == 2
+    journal.make_ahead()
+    made(journal)
+    assert len(told) == 3
+    (tmp_path / "made").rmdir()
+    journal.make_ahead()
+    made(journal)
+    assert told[3:] == [""]
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, bytes(900))
+    made(journal)
+    (tmp_path / "made").mkdir()
+    journal.close()
+    (tmp_path / "next").unlink()
+    again = Journal(tmp_path, False, segment_bytes=1000)
+    assert len(list(again.read())) == 5
+    made(again)
+    assert again.shortage() == 2
+    with pytest.raises(IsADirectoryError):
+        again.append(0.0, 0, bytes(900))
+    again.close()
+
+
+def test_a_segment_that_is_being_made_counts_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is slow is not written to faster than it makes segments."""
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    going_on = threading.Event()
+    make = journal._make
+
+    def make_slowly(path: Path, parts: Iterable[bytes]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            going_on.wait()
+        make(path, parts)
+
+    monkeypatch.setattr(journal, "_make", make_slowly)
+    journal.append(0.0, 0, bytes(300))
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, bytes(200))
+    assert journal.shortage() == 1
+    journal.append(0.0, 0, bytes(200))
+    assert journal.shortage() == 2
+    going_on.set()
+    made(journal)
+    assert journal.shortage() == 0
+    journal.close()
+
+
+def test_a_segment_that_cannot_be_made_leaves_the_space_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, True)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    journal.append(0.0, 0, b"1")
+    made(journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        journal.make_ahead()
+        made(journal)
+    assert journal.refused == "no space"
+    assert not (tmp_path / "made").exists()
+    journal.close()
 
 
 def test_removing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:

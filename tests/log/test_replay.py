@@ -27,6 +27,7 @@ from tcpstore_async.log.events import Engine
 from tcpstore_async.server.poller import make_poller
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.serving import serve
+from tcpstore_async.session.store import EVERYTHING, WRITES
 from tcpstore_async.wire.commands import BY_METHOD
 
 
@@ -79,6 +80,31 @@ async def test_clients_whose_connections_break(through_relay: bool, seed: int) -
                 await run(server, relay.port, rng)
         else:
             await run(server, server.port, rng)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("through_relay", [False, True])
+async def test_clients_of_a_server_whose_disk_is_full_again_and_again(through_relay: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    async with recorded() as server:
+        filling = asyncio.ensure_future(fill(server, rng))
+        if through_relay:
+            async with relay_with(make_poller, server.port) as relay:
+                await run(server, relay.port, rng)
+        else:
+            await run(server, server.port, rng)
+        filling.cancel()
+
+
+async def fill(server: UvServer, rng: random.Random) -> None:
+    """Have what comes wait, again and again."""
+    while True:
+        for held in (rng.choice((WRITES, EVERYTHING)), 0):
+            with server.turn:
+                server.links.hold(held)
+                if not held:
+                    server.resume_held()
+            await asyncio.sleep(rng.random() / 200)
 
 
 async def run(server: UvServer, port: int, rng: random.Random) -> None:

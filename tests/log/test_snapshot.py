@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from log.digests import look
@@ -30,9 +30,11 @@ PACKAGE = Path(__file__).parent.parent.parent / "tcpstore_async"
 GOLDENS = Path(__file__).parent / "goldens"
 
 AT_REST = {
-    "Hub": {"limits", "budget", "clock", "auth", "root", "pending_flush", "on_leave", "on_return"},
+    "Hub": {"limits", "budget", "clock", "auth", "root", "pending_flush", "on_leave", "on_return", "why_held"},
     "Auth": {"commands", "clock", "authenticate", "require_auth"},
-    "Budget": {"limit", "session_bytes", "root", "clock", "_listing", "_next", "_first_mark", "_second_mark", "_wanted"},
+    "Budget": {
+        *("limit", "session_bytes", "root", "clock", "_listing", "_next", "_first_mark", "_second_mark", "_wanted"),
+    },
     "NamedStores": {
         *("unnamed", "instance", "identity", "to_work", "clock", "on_work", "on_released", "on_created"),
         *("open_port", "close_port"),
@@ -171,7 +173,7 @@ def test_a_changed_state_is_refused_or_read(some: list[tuple[Beginning, bytes]],
             load(msgspec.msgpack.encode(parts), Replayer(start.make(), lambda session, pieces: None))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 2**32), st.floats(0, 1e9), st.binary(max_size=50), st.data())
 def test_a_file_is_whole_or_refused(segment: int, number: int, now: float, state: bytes, data: st.DataObject) -> None:
     written = Snapshot(segment, number, 7, now, state)

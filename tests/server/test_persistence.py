@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,8 +19,19 @@ from typing import Any
 import pytest
 
 import tcpstore_async
+from conformance.frames import push
 from faults.kills import kills
-from support import Server, free_port, listening, secret_file, tcpstore, tcpstore_relay, tcpstore_server
+from support import (
+    HANDSHAKE,
+    Server,
+    free_port,
+    listening,
+    secret_file,
+    tcpstore,
+    tcpstore_relay,
+    tcpstore_server,
+    u64,
+)
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
 from tcpstore_async.base.limits import Limits
@@ -401,8 +413,12 @@ def settings_of(folder: Path) -> dict[str, str]:
     return settings
 
 
-async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
+@pytest.mark.parametrize(("call", "written"), [("pwrite", 1), ("fdatasync", 2)])
+async def test_nothing_leaves_that_cannot_be_written(
+    call: str, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only syncing fails, the next server finds what nobody was told: it may be on the disk."""
+    async with serve(persist=tmp_path / "journal", sync="always", link_grace=1.0) as server:
         lost: list[OSError | None] = []
         server.on_end = lost.append
         store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0)
@@ -412,7 +428,7 @@ async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", fail)
+            patch.setattr(os, call, fail)
             unanswered = asyncio.ensure_future(store.add("count", 1))
             while not lost:
                 await asyncio.sleep(0)
@@ -422,8 +438,76 @@ async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch
     with pytest.raises(DistNetworkError):
         await asyncio.wait_for(unanswered, 60.0)
     await store.close()
-    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
-        assert server.store.keyspace.values[b"/count"] == 1
+    async with serve(persist=tmp_path / "journal", sync="always", link_grace=1.0) as server:
+        assert server.store.keyspace.values[b"/count"] == written
+
+
+async def test_a_disk_whose_syncs_fail_ends_the_process(tmp_path: Path) -> None:
+    port = free_port()
+    program = tmp_path / "failing.py"
+    program.write_text(_FAILING_SYNCS)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), "serve", "--port", str(port), "--sync", "always", "--persist",
+        str(tmp_path / "journal"), "--link-grace", "1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    await process.stdout.readline()
+    store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
+    with pytest.raises(DistNetworkError):
+        for count in range(1, 100):
+            assert await store.add("count", 1) == count
+    await store.close()
+    _, errors = await process.communicate()
+    assert process.returncode == 74
+    assert b"cannot write the journal" in errors
+    assert b"Input/output error" in errors
+
+
+_FAILING_SYNCS = """
+import errno, os, sys
+left = 10
+sync = os.fdatasync
+def fdatasync(fd):
+    global left
+    left -= 1
+    if not left:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync(fd)
+os.fdatasync = fdatasync
+from tcpstore_async.__main__ import main
+main()
+"""
+
+
+async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes meanwhile waits in the kernel. However much that is, a record has little of it, and so has memory."""
+    sizes = []
+    async with serve(persist=tmp_path / "journal", sync="always") as server:
+        assert server.persistence is not None
+        append = server.persistence.journal.append
+
+        def slowly(now: float, outputs: int, events: bytes) -> None:
+            sizes.append(len(events))
+            time.sleep(0.002)
+            append(now, outputs, events)
+
+        monkeypatch.setattr(server.persistence.journal, "append", slowly)
+        loop = asyncio.get_running_loop()
+        peers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(48)]
+        requests = memoryview(HANDSHAKE + push(b"/queue", bytes(400_000)) * 2 + b"\x07")
+        sent = []
+        for peer in peers:  # while the server does nothing
+            peer.setblocking(False)
+            sent.append(peer.send(requests))
+        await asyncio.gather(
+            *(loop.sock_sendall(peer, requests[count:]) for peer, count in zip(peers, sent, strict=True))
+        )
+        for peer in peers:
+            assert await loop.sock_recv(peer, 8) == u64(0)
+            peer.close()
+        assert len(server.store.keyspace.queues[b"/queue"]) == 2 * len(peers)
+    assert sum(sizes) > 48 * 800_000
+    assert max(sizes) < 2 << 20
 
 
 @pytest.mark.parametrize("secure", [False, True])
