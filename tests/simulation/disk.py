@@ -92,8 +92,8 @@ class Memory(Journal):
     def read(self) -> Iterator[Record]:
         disk, world, reader = self.disk, self.world, Reader()
         for record in disk.records(reader, ALL):
-            world.is_durable(record)
             yield record
+            world.is_durable(record)
             world.compare(record.number)
         if disk.segments:
             disk.end = reader.end

@@ -17,6 +17,7 @@ from tcpstore_async.base.limits import LINK_GRACE
 from tcpstore_async.log.encoding import decode
 from tcpstore_async.log.events import OPENED, RECEIVE, Event
 from tcpstore_async.log.records import Record
+from tcpstore_async.session.named_stores import NamedStore
 
 if TYPE_CHECKING:
     from simulation.journal import World
@@ -30,10 +31,11 @@ class Executed:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.model = Model()
         self.records = 0
         self.now = 0.0
-        self.model.now = lambda: self.now
+        self.models: dict[str, Model] = {}
+        """Of all stores, keyed by incarnation."""
+        self.model = self._of("")
         self.opened = 0
         self.sessions: dict[int, Wire | Rank] = {}
         self.singles: dict[bytes, Rank] = {}
@@ -42,8 +44,15 @@ class Executed:
         self.lost: dict[Rank, float] = {}
         """Single links without a connection, and since when."""
         self.to_end: deque[Entry] = deque()
-        self.to_offer: deque[list[Peer]] = deque()
+        self.to_offer: deque[list[Rank]] = deque()
         self.commands = 0
+
+    def _of(self, incarnation: str) -> Model:
+        model = self.models.get(incarnation)
+        if model is None:
+            model = self.models[incarnation] = Model()
+            model.now = lambda: self.now
+        return model
 
     def execute(self, record: Record) -> None:
         if record.number != self.records:
@@ -72,7 +81,7 @@ class Executed:
                 assert rank.peer is not None
                 rank.peer.away = True
             case ("attach", "single"):
-                self._attach(self.singles[name])
+                self._attach(self.singles[name], name)
             case ("forget" | "abandon", "single"):
                 self.singles[name].over = True
                 self.lost.pop(self.singles[name], None)
@@ -84,7 +93,7 @@ class Executed:
                 for entry in self.places.values():
                     entry.lost = self.now
                 self.lost = dict.fromkeys(self.lost, self.now)
-            case ("flush", "transport") | ("restart", "named") | ("evict", "session"):
+            case (_, "named" | "keyspace") | ("flush", "transport") | ("evict", "session"):
                 pass
             case _:
                 raise Difference(f"unexpected: {event}")
@@ -99,7 +108,7 @@ class Executed:
         size = len(session.hello) - session.heard
         session.heard += min(size, len(data))
         rest = data[size:] if size > 0 else data
-        if 0 < size <= len(data):
+        if 0 < size <= len(data) and session.links:
             self._linked(number, session)
         client = session.client
         if isinstance(client, Observer):
@@ -135,10 +144,9 @@ class Executed:
                 assert rank is not None
                 if rank.peer is not None:  # its client has not learned of the first LINK
                     self._end(rank)
-                    rank.over = False
                     self.sessions.update({old: wire for old, one in self.sessions.items() if one is rank})
-                rank.peer = self.model.enter()
-                rank.peer.validated = True
+                rank.peer = None
+                rank.over = False
                 self.sessions[number] = rank
         elif isinstance(client, Relay):
             entry = wire.entry
@@ -154,18 +162,27 @@ class Executed:
             entry.carrier = wire
             entry.heard = self.now
             entry.partly.clear()
-            self._came_back(entry.peers())
+            self._came_back(entry.ranks())
 
-    def _came_back(self, peers: list[Peer]) -> None:
-        for peer in peers:
-            peer.away = False
-        if any(self.model.passed.get(peer) for peer in peers):
-            self.to_offer.append(peers)
+    def _came_back(self, ranks: list[Rank]) -> None:
+        passed = False
+        for rank in ranks:
+            assert rank.peer is not None
+            rank.peer.away = False
+            passed = passed or bool(rank.model.passed.get(rank.peer))
+        if passed:
+            self.to_offer.append(ranks)
 
-    def _attach(self, rank: Rank) -> None:
+    def _attach(self, rank: Rank, identity: bytes) -> None:
         self.lost.pop(rank, None)
-        assert rank.peer is not None
-        self._came_back([rank.peer])
+        if rank.peer is not None:
+            self._came_back([rank])
+            return
+        link = self.world.server.links.singles.get(identity)  # None if it has ended in the same record
+        store = None if link is None else link.session.store
+        rank.model = self._of(store.incarnation if isinstance(store, NamedStore) else "")
+        rank.peer = rank.model.enter()
+        rank.peer.validated = True
 
     def _leave(self, number: int) -> None:
         session = self.sessions.pop(number)
@@ -179,14 +196,15 @@ class Executed:
     def _away(self, entry: Entry) -> None:
         entry.carrier = None
         entry.lost = self.now
-        for peer in entry.peers():
-            peer.away = True
+        for rank in entry.ranks():
+            assert rank.peer is not None
+            rank.peer.away = True
 
     def _end(self, rank: Rank) -> None:
         rank.over = True
         self.lost.pop(rank, None)
-        if rank.peer is not None and rank.peer in self.model.peers:
-            self.model.leave(rank.peer)
+        if rank.peer is not None and rank.peer in rank.model.peers:
+            rank.model.leave(rank.peer)
         self._drain()
 
     def _end_link(self, entry: Entry) -> None:
@@ -214,8 +232,9 @@ class Executed:
             for one in self.to_end.popleft().opened.values():
                 self._end(one.rank)
         if self.to_offer:
-            peers = [peer for peer in self.to_offer.popleft() if peer in self.model.peers and not peer.away]
-            self.model.come_back(peers)
+            ranks = self.to_offer.popleft()
+            peers = [rank.peer for rank in ranks if rank.peer is not None and not (rank.over or rank.peer.away)]
+            ranks[0].model.come_back(peers)
             self._drain()
 
     # Bytes
@@ -268,7 +287,7 @@ class Executed:
             if command.name == "taken":
                 continue
             try:
-                self.model.do(peer, command.name, command.fields)
+                rank.model.do(peer, command.name, command.fields)
             except Closed:
                 rank.failed = True
                 break
@@ -281,4 +300,4 @@ class Executed:
                 session.expected += b"".join(session.peer.sent)
                 session.peer.sent.clear()
                 session.peer.unsent = 0
-        self.model.woken.clear()
+                session.model.woken.clear()

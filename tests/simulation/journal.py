@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from properties.fleet import Command, Difference
+from properties.model import Model
 from replaying import digest
 from simulation.disk import INSTANCE, Crash, Disk, Memory
 from simulation.executed import Executed
@@ -65,7 +66,7 @@ SETTINGS: Final = {field.name: str(getattr(Limits(), field.name)) for field in f
 class World:
     """Runs steps. Raises Difference."""
 
-    def __init__(self, singles: int, relays: int, tokens: bool, disk: Disk, every: int) -> None:
+    def __init__(self, singles: int, named: int, relays: int, tokens: bool, disk: Disk, every: int) -> None:
         """`every` is how many records there are between two looks at the state."""
         self.every = every
         self.now = 1000.0
@@ -88,7 +89,7 @@ class World:
         self.tokens = tokens
         """Whether clients have tokens."""
         self.executed = Executed(self)
-        self.clients: list[Client] = [Single(self, number) for number in range(singles)]
+        self.clients: list[Client] = [Single(self, number, number < named) for number in range(singles)]
         self.clients += [Relay(self, singles + number) for number in range(relays)]
         self.clients.append(Observer(self, len(self.clients)))
         self.ranks = singles + relays * RANKS
@@ -451,7 +452,7 @@ class World:
     def finish(self) -> None:
         self.settle()
         for rank in self._ranks():
-            if rank.at < len(rank.stream) and not rank.failed:
+            if rank.at < len(rank.stream) and rank.peer is not None and not rank.failed:
                 raise Difference(f"{rank.holder}: {rank.at} of {len(rank.stream)} bytes were executed")
             if rank.received < len(rank.expected):
                 raise Difference(f"{rank.holder} has not received {bytes(rank.expected[rank.received :])!r}")
@@ -461,11 +462,15 @@ class World:
 
     def check(self) -> None:
         """Compare what the server has with what the model has."""
-        keyspace, model = self.server.store.keyspace, self.executed.model
-        _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
-        _same("queues", {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}, model.queues)
-        sessions = self.server.links.sessions + len(self.server.links.singles)
-        _same("sessions", sessions, len(model.peers))
+        server, models = self.server, self.executed.models
+        stores = {"": server.store, **{store.incarnation: store for store in server.named.stores.values()}}
+        for incarnation, store in stores.items():
+            keyspace, model = store.keyspace, models.get(incarnation, Model())
+            _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
+            queues = {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}
+            _same("queues", queues, model.queues)
+        sessions = server.links.sessions + len(server.links.singles)
+        _same("sessions", sessions, sum(len(model.peers) for model in models.values()))
 
     def look_back(self, cuts: list[tuple[float, int]]) -> None:
         """Start from earlier records, with some bytes of the next one: the state behind each is what it was."""
@@ -517,6 +522,8 @@ class Schedule(NamedTuple):
     """A world and its steps."""
 
     singles: int
+    named: int
+    """How many of these are in a store with a name."""
     relays: int
     tokens: bool
     sync: bool
@@ -602,13 +609,16 @@ def chosen(seed: int) -> Schedule:
                 steps.append((kind, rng.choice((0.0, 1.0, 40.0))))
             case _:
                 steps.append((kind, rng.randrange(clients)))
-    return Schedule(singles, relays, rng.random() < 0.3, rng.random() < 0.5, rng.choice((200, 1000, 100_000)), steps)
+    named = rng.randrange(1, singles + 1) if singles > 1 and rng.random() < 0.3 else 0
+    return Schedule(
+        singles, named, relays, rng.random() < 0.3, rng.random() < 0.5, rng.choice((200, 1000, 100_000)), steps
+    )
 
 
 def run(schedule: Schedule, every: int = 8, cuts: int = 2) -> World:
     """Run a schedule, look at the state behind every few records, and start from so many earlier ones at the end."""
-    singles, relays, tokens, sync, segment_bytes, steps = schedule
-    world = World(singles, relays, tokens, Disk(sync, segment_bytes), every)
+    singles, named, relays, tokens, sync, segment_bytes, steps = schedule
+    world = World(singles, named, relays, tokens, Disk(sync, segment_bytes), every)
     with machine(world):
         world.start()
         for step in steps:

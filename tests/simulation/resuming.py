@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Final
 from properties.fleet import HANDSHAKE, Command, Difference
 from properties.model import Model, Peer
 from support import blob
+from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.links.frames import UNKNOWN
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.session.client import PendingCall
+from tcpstore_async.session.identity import ENTERED, read_enter_reply
 from tcpstore_async.wire.commands import BY_METHOD
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Rank:
         self.closed = False
         """Whether its client has left it, or knows that it has ended."""
         # In the model:
+        self.model = holder.world.executed.model
+        """Of the store that it is in."""
         self.peer: Peer | None = None
         self.at = 0
         """Bytes that were executed."""
@@ -89,6 +93,8 @@ class Wire:
         """What is sent, and has not reached the server."""
         self.hello = b""
         """The first bytes, up to LINK."""
+        self.links = False
+        """Whether these end with LINK."""
         self.resumes = False
         self.rank: Rank | None = None
         self.entry: Entry | None = None
@@ -102,9 +108,9 @@ class Wire:
         assert connection is not None
         self.connection = connection
 
-    def greet(self, hello: bytes, resumes: bool) -> None:
-        self.hello = hello
-        self.resumes = resumes
+    def greet(self, hello: bytes, links: bool) -> None:
+        self.hello += hello
+        self.links = links
         self.up += hello
 
     def read(self) -> bytes | None:
@@ -130,7 +136,11 @@ class Client:
         self.number = number
         self.wire: Wire | None = None
         self.replies = 0
-        """To AUTH and LINK, which have not arrived."""
+        """To AUTH, ENTER and LINK, which have not arrived."""
+        self.enter = b""
+        """Enters a store, if it is in one with a name."""
+        self.later = b""
+        """LINK, which follows when it has entered the store."""
         self.linked = False
         """Whether they have, and commands may be sent."""
         self.dozing = False
@@ -139,16 +149,17 @@ class Client:
         return f"client {self.number}"
 
     def connect(self) -> None:
-        self.wire = Wire(self.world, self)
-        link, resumes = self.hello()
-        auth = AUTH if self.world.tokens else b""
-        self.wire.greet(HANDSHAKE.frame + auth + link, resumes)
-        self.replies = len([one for one in (auth, link) if one])
+        wire = self.wire = Wire(self.world, self)
+        link, wire.resumes = self.hello()
+        auth, enter = AUTH if self.world.tokens else b"", b"" if wire.resumes else self.enter
+        self.replies = len([one for one in (auth, enter, link) if one])
         self.linked = not self.replies
+        self.later = link if enter else b""
+        wire.greet(HANDSHAKE.frame + auth + (enter or link), bool(link) and not enter)
         if isinstance(self, Single):
-            self.wire.rank = self.rank
+            wire.rank = self.rank
         elif isinstance(self, Relay):
-            self.wire.entry = self.entry
+            wire.entry = self.entry
 
     def hello(self) -> tuple[bytes, bool]:
         """Return LINK, if it sends one, and whether that resumes a link."""
@@ -176,6 +187,11 @@ class Client:
             self.replies -= 1
             if not self.replies:
                 self.answered(reply)
+            elif self.replies == 1 and self.later:
+                if read_enter_reply(reply).status != ENTERED:
+                    self.lose()
+                    return
+                wire.greet(self.later, True)
         if self.linked and wire.buffer and self.wire is wire:
             data = bytes(wire.buffer)
             wire.buffer.clear()
@@ -198,8 +214,12 @@ class Client:
 class Single(Client):
     """Has a session of its own."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, named: bool) -> None:
+        """If `named`, it is in a store with a name, which the first of the clients owns."""
         super().__init__(world, number)
+        if named:
+            command, fields = StoreName("job", "" if number else "the first").request()
+            self.enter = command.prefix + command.request.encode(fields)
         self.begin()
 
     def begin(self) -> None:
@@ -440,5 +460,6 @@ class Entry:
         self.new = True
         self.over = False
 
-    def peers(self) -> list[Peer]:
-        return [one.rank.peer for one in self.opened.values() if one.rank.peer is not None]
+    def ranks(self) -> list[Rank]:
+        """Those that the server knows."""
+        return [one.rank for one in self.opened.values() if one.rank.peer is not None]
