@@ -74,7 +74,7 @@ KINDS = {
         lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, [*LINKED, *REPLAYED], linked
     ),
     "journal": Kind(
-        lambda seed: journal.run(journal.chosen(seed)).crashes, "ends of servers", 50, 20_000, JOURNALED, journal
+        lambda seed: journal.run(journal.chosen(seed)).crashes, "ends of servers", 50, 10_000, JOURNALED, journal
     ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED, states=2000),
