@@ -29,7 +29,7 @@ from ..base.mypyc_shim import mypyc_attr
 from .encoding import JournalError
 from .records import HEADER_BYTES, Chain, Reader, Record, Snapshot, decode_snapshot
 
-SEGMENT_BYTES: Final = 16 << 20
+SEGMENT_BYTES: Final = 8 << 20
 
 _ZEROS: Final = bytes(1 << 20)
 
@@ -93,6 +93,8 @@ class Journal:
         self._ahead: threading.Thread | None = None
         self.failed: int = 0
         """The errno of the first error; 0 if there was none."""
+        self.cut: int = 0
+        """Bytes of a record that was not whole, at the end, which `read` has cut."""
         self.outdated = False
         """Whether records were removed that might not be whole, as the machine has started again."""
         try:
@@ -169,6 +171,7 @@ class Journal:
         if segments:
             self.complete = {_number(path): path.stat().st_size for path in segments[:-1]}
             self._reopen(segments[-1], reader.end, reader.torn)
+            self.cut = reader.torn
 
     def trim(self) -> None:
         """Remove what the last snapshot makes unnecessary. From any thread."""

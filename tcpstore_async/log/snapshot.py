@@ -350,12 +350,16 @@ def load(data: bytes, target: Replayer) -> None:
                 raise JournalError(f"{name} was written by another version: {', '.join(layout)}")
         loader = _Loader(target.engine, made)
         loader.fill(contents, guarded)
-        sessions = {number: loader.value(session) for session, number in given}
+        sessions: dict[int, ServerSession] = {}
+        for session, number in given:
+            sessions[number] = loader.value(session)
+            if not isinstance(sessions[number], ServerSession):
+                raise JournalError(f"session {number} is none")
+        target.resume(sessions, opened, inquiries)
     except JournalError:
         raise
     except Exception as error:
         raise JournalError(f"the snapshot cannot be read: {error!r}") from None
-    target.resume(sessions, opened, inquiries)
 
 
 def sessions_of(data: bytes) -> list[int]:

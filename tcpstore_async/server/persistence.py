@@ -91,6 +91,9 @@ class Persistence:
                     record.number,
                     self.journal.folder,
                 )
+        if self.journal.cut:
+            what = f"{counted(self.journal.cut, 'byte')} of a record that was not whole in {self.journal.folder}"
+            log.warning("cut %s: nobody was answered for it", what)
         self._recorder = _Recorder(self._engine, self._encoder)
         replayer.hand_over(self._recorder)
         last = self._clock.now

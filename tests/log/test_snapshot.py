@@ -6,7 +6,9 @@ import ast
 import json
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -139,6 +141,34 @@ def test_damaged_bytes_are_refused_or_read(some: list[tuple[Beginning, bytes]]) 
         except JournalError:
             refused += 1
     assert refused > 100
+
+
+def changed(parts: Any, rng: random.Random) -> None:
+    """Change one value somewhere in a tree."""
+    while True:
+        keys = list(parts) if isinstance(parts, dict) else range(len(parts))
+        key = rng.choice(keys)
+        value = parts[key]
+        if isinstance(value, (list, dict)) and value and rng.random() < 0.95:
+            parts = value
+        else:
+            parts[key] = rng.choice(
+                [None, True, -1, 0, 7, 2**40, 1.5, b"x", "m", [], [3], ["t", 1], ["m", [2], "step"]]
+            )
+            return
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_changed_state_is_refused_or_read(some: list[tuple[Beginning, bytes]], seed: int) -> None:
+    """Its values too: each has a type, and a place."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        start, data = rng.choice(some)
+        parts = msgspec.msgpack.decode(data)
+        for _ in range(rng.randint(1, 3)):
+            changed(parts, rng)
+        with suppress(JournalError):
+            load(msgspec.msgpack.encode(parts), Replayer(start.make(), lambda session, pieces: None))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
