@@ -86,6 +86,7 @@ class Memory(Journal):
         self.snapshot = disk.snapshot
         self.complete = {}
         self.on_complete = None
+        self.cut = 0
         self.chain = Chain()
         self.failed = 0
 
@@ -99,6 +100,7 @@ class Memory(Journal):
             disk.end = reader.end
             disk.segments[-1][reader.end :] = bytes(len(disk.segments[-1]) - reader.end)
         self.chain = reader.chain
+        self.cut = reader.torn
         if not self.world.past and reader.chain.number < self.world.executed.records:
             raise Difference(f"{reader.chain.number} of {self.world.executed.records} durable records are there")
 

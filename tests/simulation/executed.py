@@ -228,14 +228,33 @@ class Executed:
                 self._end(rank)
 
     def _work(self) -> None:
+        portion = self.world.portion
         if self.to_end:
-            for one in self.to_end.popleft().opened.values():
-                self._end(one.rank)
-        if self.to_offer:
-            ranks = self.to_offer.popleft()
-            peers = [rank.peer for rank in ranks if rank.peer is not None and not (rank.over or rank.peer.away)]
-            ranks[0].model.come_back(peers)
-            self._drain()
+            ranks = [rank for rank in self.to_end[0].ranks() if not rank.over]
+            for rank in ranks[: max(1, portion // 8)]:
+                self._end(rank)
+            if len(ranks) <= max(1, portion // 8):
+                self.to_end.popleft()
+        if self.to_offer and self._offer(self.to_offer[0], portion):
+            self.to_offer.popleft()
+        self._drain()
+
+    def _offer(self, ranks: list[Rank], most: int) -> bool:
+        """Offer items of the queues for which ranks were skipped; return whether all are offered."""
+        model = ranks[0].model
+        here = [rank.peer for rank in ranks if rank.peer is not None and not (rank.over or rank.peer.away)]
+        skipped = [model.passed[peer] for peer in here if peer in model.passed]
+        for key in list(dict.fromkeys(key for keys in skipped for key in keys)):
+            before = -1
+            while (left := model.unpromised(key)) > 0 and left != before:
+                before = left
+                model.wake_next(key, handed_on=True)
+                most -= model.unpromised(key) != left
+                if most <= 0:
+                    return False
+            for keys in skipped:
+                keys.pop(key, None)
+        return True
 
     # Bytes
 
@@ -243,13 +262,20 @@ class Executed:
         at = entry.done
         if entry.frames[at : at + len(entry.partly)] != entry.partly:
             raise Difference(f"{entry.relay} has sent {bytes(entry.frames[at:])!r}, executed is {entry.partly!r}")
-        while len(entry.partly) >= 8:
+        most = self.world.portion
+        while len(entry.partly) >= 8 and not entry.over:
             size = 8 + int.from_bytes(entry.partly[4:7], "little")
-            if len(entry.partly) < size or entry.over:
+            if len(entry.partly) < size:
                 break
             _, deliveries = first_frame(entry.partly)
-            for kind, number, payload in deliveries:
+            for kind, number, payload in deliveries[entry.delivered :]:
+                if most <= 0:  # the rest follows in another event
+                    return
+                if kind != 7:
+                    most -= 1 + len(payload) // 64
+                entry.delivered += 1
                 self._frame(entry, kind, number, payload)
+            entry.delivered = 0
             del entry.partly[:size]
             entry.done += size
 

@@ -66,7 +66,9 @@ SETTINGS: Final = {field.name: str(getattr(Limits(), field.name)) for field in f
 class World:
     """Runs steps. Raises Difference."""
 
-    def __init__(self, singles: int, named: int, relays: int, tokens: bool, disk: Disk, every: int) -> None:
+    def __init__(
+        self, singles: int, named: int, relays: int, portion: int, tokens: bool, disk: Disk, every: int
+    ) -> None:
         """`every` is how many records there are between two looks at the state."""
         self.every = every
         self.now = 1000.0
@@ -86,6 +88,8 @@ class World:
         self.digests: dict[int, int] = {}
         """Of the state behind records, keyed by their number."""
         self.disk = disk
+        self.portion = portion
+        """Frames of links handled, and items offered, at once."""
         self.tokens = tokens
         """Whether clients have tokens."""
         self.executed = Executed(self)
@@ -118,6 +122,7 @@ class World:
         finally:
             asyncio._set_running_loop(None)
         self.running = True
+        self.server.links.portion = self.portion
         if self.tokens:
             self.server.store.hub.auth.authenticate = lambda token: Access("one")
         self.server.max_connections = 1000
@@ -207,6 +212,7 @@ class World:
         replayer = Replayer(engine, lambda session, pieces: None)
         assert engine.links is not None
         assert engine.links.outputs is not None
+        engine.links.portion = self.portion
         if before is not None:
             engine.root.hub.clock.now = before.now
             load(before.state, replayer)
@@ -525,6 +531,7 @@ class Schedule(NamedTuple):
     named: int
     """How many of these are in a store with a name."""
     relays: int
+    portion: int
     tokens: bool
     sync: bool
     segment_bytes: int
@@ -610,15 +617,15 @@ def chosen(seed: int) -> Schedule:
             case _:
                 steps.append((kind, rng.randrange(clients)))
     named = rng.randrange(1, singles + 1) if singles > 1 and rng.random() < 0.3 else 0
-    return Schedule(
-        singles, named, relays, rng.random() < 0.3, rng.random() < 0.5, rng.choice((200, 1000, 100_000)), steps
-    )
+    portion = rng.choice((1, 2, 5, 1000, 1000))
+    tokens, sync, segment_bytes = rng.random() < 0.3, rng.random() < 0.5, rng.choice((200, 1000, 100_000))
+    return Schedule(singles, named, relays, portion, tokens, sync, segment_bytes, steps)
 
 
 def run(schedule: Schedule, every: int = 8, cuts: int = 2) -> World:
     """Run a schedule, look at the state behind every few records, and start from so many earlier ones at the end."""
-    singles, named, relays, tokens, sync, segment_bytes, steps = schedule
-    world = World(singles, named, relays, tokens, Disk(sync, segment_bytes), every)
+    singles, named, relays, portion, tokens, sync, segment_bytes, steps = schedule
+    world = World(singles, named, relays, portion, tokens, Disk(sync, segment_bytes), every)
     with machine(world):
         world.start()
         for step in steps:

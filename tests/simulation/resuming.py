@@ -455,7 +455,9 @@ class Entry:
         self.done = 0
         """Bytes of frames that were executed."""
         self.partly = bytearray()
-        """What has arrived of the next one."""
+        """What has arrived behind these."""
+        self.delivered = 0
+        """To how many sessions of the next one, if several get the same."""
         self.heard = self.lost = 0.0
         self.new = True
         self.over = False
