@@ -119,12 +119,8 @@ class ServerLink(SharedLink):
     # The connection
 
     def evict(self, error: BudgetError) -> None:
-        recorder = self.registry.clock.recorder
-        if recorder is not None:
-            if not recorder.inside:
-                recorder.enter(self, "evict", error)
-                return
-            recorder.evicted(self, error)
+        if self.registry.clock.enters(self, "evict", error):
+            return
         self.drop_connection(error)
         self.end(str(error))
 

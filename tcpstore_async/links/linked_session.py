@@ -181,11 +181,7 @@ class LinkedSession(Credit):
 
     def _execute(self, payload: bytes) -> None:
         session = self.session
-        recorder = self.link.registry.clock.recorder
-        if recorder is None:
-            session.receive(payload)
-        else:
-            recorder.receive_linked(session, payload)
+        session.receive(payload)
         if session.out:
             self.flush()
         if not session.stalled():

@@ -41,6 +41,7 @@ class ServerSession(Session):
             recorder.receive(self, chunk)
             return
         clock.done = -1
+        clock.points += 1
         if self.input_buffer is not None:
             joined = self._join_kept(chunk)
             if joined is None:

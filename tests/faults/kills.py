@@ -485,13 +485,13 @@ def main() -> None:
     parser.add_argument("--how", default="kill", choices=["kill", "term", "replace"])
     parser.add_argument("--builds", default="", help="folders of builds that are started in turn, separated by :")
     given = parser.parse_args()
-    turns = [path for path in given.builds.split(":") if path]
+    builds_in_order = [path for path in given.builds.split(":") if path]
     builds = [str(ROOT), *([str(COMPILED)] if COMPILED.exists() else [])]
     elsewhere = [(path, seed) for path in builds for seed in (0, 1, 4711)] if given.replay else []
     wrong = False
     for run in range(-(-given.kills // A_RUN)):
         count = min(A_RUN, given.kills - A_RUN * run)
-        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere, given.how, turns)
+        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere, given.how, builds_in_order)
         print(json.dumps(found), flush=True)
         wrong = wrong or bool(found["wrong"])
     sys.exit(1 if wrong else 0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tcpstore_async.auth.access import Access
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError, decode, encode
-from tcpstore_async.log.events import RECEIVE, Event, Reference, Refused, Reply
+from tcpstore_async.log.events import RECEIVE, Event, Evicted, Reference, Reply
 from tcpstore_async.log.journal import Journal, read_records, segments_of, snapshots_of, write_snapshot
 from tcpstore_async.log.records import HEADER_BYTES, REPLAY, Chain, Reader, Record, Snapshot, decode_snapshot
 
@@ -32,7 +32,7 @@ GIVEN = st.lists(PLAIN | st.floats(allow_nan=False) | ACCESS | st.tuples(PLAIN, 
 ANSWERS = st.lists(
     PLAIN
     | ACCESS
-    | st.builds(Refused, st.integers(0, 9), st.integers(0, 9))
+    | st.builds(Evicted, st.integers(0, 9), st.integers(-1, 9), st.integers(-1, 9), st.none() | REFERENCES)
     | st.builds(Reply, st.integers(0, 2**32), TEXT),
     max_size=2,
 ).map(tuple)
