@@ -26,6 +26,7 @@ from typing import Final
 
 import msgspec
 
+from ..base.mypyc_shim import mypyc_attr
 from .encoding import JournalError
 from .records import HEADER_BYTES, Chain, Reader, Record, Snapshot, decode_snapshot
 
@@ -56,6 +57,7 @@ class Instance(msgspec.Struct):
     """Whether the stores have ended for good: what is left of the records is to be removed."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Journal:
     """Reads the records of a directory, then appends to them."""
 

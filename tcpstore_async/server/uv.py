@@ -620,6 +620,8 @@ class UvServer(base.Server):
         connections = self.connections
         self.held_bytes = 0
         while self.held:
+            if self.store.hub.pending_flush:  # a command behind those that woke them has failed
+                self.flush_pending()
             held, self.held = self.held, []
             self.held_bytes = 0
             if self.persistence is not None and not self._commit(self.persistence, held):

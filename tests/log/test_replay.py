@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from conformance.frames import lease, multi_set, push, set_
+from conformance.frames import NUM_KEYS, append, get, lease, multi_set, push, set_
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
 from support import HANDSHAKE, LIMIT, blob, u64
@@ -172,6 +172,17 @@ async def test_requests_that_are_refused_for_memory() -> None:
         await say(server, HANDSHAKE + set_(b"/end", b"x"))
         assert "/late" not in str(server.store.keyspace.values)
     assert server.closed_for["budget_bytes"] >= 2
+
+
+async def test_reading_what_was_appended_to() -> None:
+    """Less is counted for it from then on."""
+    async with recorded(every=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as peer:
+            await asyncio.to_thread(peer.sendall, HANDSHAKE + set_(b"/k", b"v") + append(b"/k", b"w") + NUM_KEYS)
+            assert await asyncio.to_thread(peer.recv, 64) == u64(1)
+            await asyncio.to_thread(peer.sendall, get(b"/k"))
+            assert await asyncio.to_thread(peer.recv, 64) == blob(b"vw")
+        await say(server, HANDSHAKE + set_(b"/end", b"x"))
 
 
 async def test_a_link_whose_client_leaves_before_the_reply() -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 import tcpstore_async
-from conformance.frames import push
+from conformance.frames import NUM_KEYS, push, set_, wait
 from faults.kills import kills
+from log.digests import look
 from support import (
     HANDSHAKE,
     Server,
@@ -37,11 +38,13 @@ from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName, name_of
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError
 from tcpstore_async.log.journal import Journal, read_records
 from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
+from tcpstore_async.wire.commands import BY_METHOD
 
 pytestmark = pytest.mark.slow
 
@@ -329,6 +332,26 @@ def test_what_a_tokens_limits_refuse_changes_nothing(tmp_path: Path) -> None:
             restarting.restart()
             assert plain.check(["c"]) == accepted
         assert "another effect" not in restarting.server.log()
+
+
+async def test_a_reply_before_a_command_that_fails(tmp_path: Path) -> None:
+    """What the commands between them have woken is in the same record, as it is when that is executed again."""
+    async with serve(persist=tmp_path / "journal") as server:
+
+        def linked() -> socket.socket:
+            command = BY_METHOD["link"]
+            peer = socket.create_connection(("127.0.0.1", server.port))
+            peer.sendall(HANDSHAKE + command.prefix + command.request.encode(ClientSingleLink().fields()))
+            assert peer.recv(4096)
+            return peer
+
+        with await asyncio.to_thread(linked) as waiting, await asyncio.to_thread(linked) as other:
+            await asyncio.to_thread(waiting.sendall, wait(b"/k"))
+            while not server.store.keyspace.waiters:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(other.sendall, NUM_KEYS + set_(b"/k", b"") + b"\xff")
+            assert await asyncio.to_thread(waiting.recv, 1) == b"\0"
+            assert look(tmp_path / "journal")["wrong"] == []
 
 
 def test_a_port_of_a_store_that_is_taken_meanwhile_is_not_told(tmp_path: Path) -> None:
