@@ -30,7 +30,17 @@ GOLDENS = Path(__file__).parent / "goldens"
 AT_REST = {
     "Hub": {"limits", "budget", "clock", "auth", "root", "pending_flush", "on_leave", "on_return"},
     "Auth": {"commands", "clock", "authenticate", "require_auth"},
-    "Budget": {"limit", "session_bytes", "root", "clock", "_listing", "_next", "_first_mark", "_second_mark", "_wanted"},
+    "Budget": {
+        "limit",
+        "session_bytes",
+        "root",
+        "clock",
+        "_listing",
+        "_next",
+        "_first_mark",
+        "_second_mark",
+        "_wanted",
+    },
     "NamedStores": {
         *("unnamed", "instance", "identity", "to_work", "clock", "on_work", "on_released", "on_created"),
         *("open_port", "close_port"),
