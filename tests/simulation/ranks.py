@@ -112,19 +112,23 @@ class Relay(Transport):
 
 
 def _commands(rng: random.Random) -> bytes:
-    key, other = (b"/large%d" % rng.randrange(50) for _ in range(2))
+    key = b"/large%d" % rng.randrange(50)
     word = b"/awaited%d" % rng.randrange(5)
-    match rng.randrange(8):
+    match rng.randrange(9):
         case 0 | 1:
             return Command("append", key, b"x" * rng.choice((1, 3000))).frame + Command("get", key).frame
-        case 2 | 3 | 4:
+        case 2 | 3:
             return Command("set", key, bytes(rng.choice((10, 30_000, 60_000)))).frame + Command("get", key).frame
-        case 5:
+        case 4:
             return Command("wait", [word]).frame
-        case 6:
+        case 5:
             return Command("set", word, b"x" * rng.choice((1, 9000))).frame
+        case 6:
+            return Command("delete_key", word).frame
+        case 7:
+            return b"".join(Command("delete_key", b"/large%d" % rng.randrange(50)).frame for _ in range(6))
         case _:
-            return b"".join(Command("delete_key", one).frame for one in (key, other, word))
+            return b""
 
 
 def _work(store: Store, registry: LinkRegistry) -> None:
@@ -160,6 +164,7 @@ def perform(seed: int, steps: int = 100) -> int:
                 relay.ranks[at] = Rank(relay)
             elif len(rank.due) < 300_000:
                 rank.due += b"".join(_commands(rng) for _ in range(rng.randrange(1, 5)))
+                rank.credited()
         if rng.random() < 0.5:
             relay.read()
         relay.send()
