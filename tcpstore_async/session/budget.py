@@ -107,7 +107,7 @@ class Budget(Pins):
         self._first_mark: int = 0
         self._second_mark: int = 0
         self._wanted: int = -1
-        """The size that the store wants to have, while room is made for that."""
+        """The size that the store is about to have, or -1; see `Clock.points`."""
         self.resize(limit)
         self.keyspace.on_full = self._evict_for_growth
 

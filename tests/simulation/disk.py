@@ -87,8 +87,13 @@ class Memory(Journal):
         self.complete = {}
         self.on_complete = None
         self.cut = 0
+        self.spare = True
+        self.refused = ""
         self.chain = Chain()
         self.failed = 0
+
+    def shortage(self) -> int:
+        return 0
 
     def read(self) -> Iterator[Record]:
         disk, world, reader = self.disk, self.world, Reader()

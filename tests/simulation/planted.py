@@ -30,6 +30,7 @@ from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.links.single_link import SingleLink
 from tcpstore_async.links.work import LinkWork
+from tcpstore_async.log.events import EventRecorder
 from tcpstore_async.log.replay import Replayer
 from tcpstore_async.server.persistence import Persistence
 from tcpstore_async.server.uv import Connection, UvServer
@@ -353,6 +354,13 @@ HOGGED: dict[str, Plant] = {
 }
 
 
+# Whom the budget evicts is in the events, for `ranks`
+
+CROWDED: dict[str, Plant] = {
+    "whom the budget evicts is not noted": (EventRecorder, "evicts", _instead(lambda recorder, victim, wanted: None)),
+}
+
+
 # What links are for, for `links`
 
 
@@ -537,7 +545,7 @@ JOURNALED: dict[str, Plant] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED, **REPLAYED, **JOURNALED}
+    simple = {**PLANTED, **HOGGED, **CROWDED, **LINKED, **NAMED, **LIMITED, **REPLAYED, **JOURNALED}
     owner, method, plant = simple[name] if name in simple else REAL[name][:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))

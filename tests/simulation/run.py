@@ -3,6 +3,7 @@
     python tests/simulation/run.py --schedules 1000000              sessions in memory, seeds 0 to 999,999
     python tests/simulation/run.py --kind real --schedules 10000    the real clients on a stage
     python tests/simulation/run.py --kind hogs --schedules 1000     peers that want all the memory there is
+    python tests/simulation/run.py --kind ranks --schedules 1000    ranks behind a relay, and too little memory
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
     python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
     python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of named stores
@@ -35,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from properties import limited, linked
 from properties.shrinking import shrink
 from replaying import Beginning, Elsewhere, Noted, replayed
-from simulation import hogs, journal, proxied, real, schedule, stores
-from simulation.planted import HOGGED, JOURNALED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
+from simulation import hogs, journal, proxied, ranks, real, schedule, stores
+from simulation.planted import CROWDED, HOGGED, JOURNALED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
 from simulation.stage import Choices
 from support import tcpstore_server
 from tcpstore_async.serving import build
@@ -78,6 +79,7 @@ KINDS = {
     ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED, states=2000),
+    "ranks": Kind(ranks.perform, "sessions lost", 10, 1_000, CROWDED, states=20),
     "tokens": Kind(limited.run, "commands", 50, 2_000, LIMITED),
     "proxied": Kind(lambda seed: _through_proxy(seed), "connections cut", 20, 200),
 }

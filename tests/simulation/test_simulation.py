@@ -9,7 +9,7 @@ import pytest
 
 from simulation import real
 from simulation.hogs import perform
-from simulation.run import KINDS, across, portion
+from simulation.run import KINDS, across, fault, portion
 from simulation.schedule import chosen
 from simulation.stage import Choices
 
@@ -21,6 +21,7 @@ SEEDS = {
     "real": range(0, 500, 100),
     "hogs": range(0, 40, 10),
     "tokens": range(0, 300, 30),
+    "ranks": range(0, 40, 10),
 }
 
 
@@ -43,6 +44,11 @@ def test_every_kind_is_explained() -> None:
 
 def test_an_evicted_peer_that_goes_on_sending() -> None:
     perform(7_000_348)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_is_evicted_is_evicted_again_at_the_same_point(seed: int) -> None:
+    assert fault("ranks", seed) is None
 
 
 def test_a_seed_means_one_schedule() -> None:
