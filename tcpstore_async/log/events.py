@@ -192,10 +192,7 @@ class EventRecorder(Recorder):
         given = chunk
         if not is_link(session) and _withholds(session):
             given = chunk[: len(chunk) - len(session.input_buffer or b"")]
-        if given:
-            self._note_received(session, given)
-        else:
-            self._note_evicted(session)
+        self._note_received(session, given)
         value = session.large_value()
         if value is not None:
             self._filled[session] = value.filled
