@@ -16,7 +16,7 @@ from ..base.errors import BudgetError
 from ..session.budget import Holder
 from ..session.store import Store
 from .resume import Resumable
-from .work import LinkWork
+from .work import LinkWork, ignore
 
 _SKIPPED_SHIFT: Final = 4
 """Skipping sixteen sessions takes as long as offering one item."""
@@ -134,3 +134,4 @@ class Carrier(Holder):
         """Count nothing any more, and keep no bytes: the link is over."""
         self.registry.store.budget.forget(self, self.size)
         self.stream.forget()
+        self.on_evict = ignore  # else it would be part of a cycle

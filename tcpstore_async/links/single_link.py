@@ -11,7 +11,7 @@ under way continue.
 from math import inf
 from typing import Final
 
-from ..base.errors import PeerError, ProtocolError
+from ..base.errors import BudgetError, PeerError, ProtocolError
 from ..session.budget import SESSION_BYTES
 from ..session.server import ServerSession
 from ..session.store import Store
@@ -39,7 +39,7 @@ class SingleLink(Keeper):
         """None while it is broken."""
         self.stream = Resumable(registry.store.budget)
         """The bytes since LINK: requests taken, and replies."""
-        self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, session.evict)
+        self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, self._evict)
         self.over = False
         self._ahead: int = 0
         """Pieces of the session's output that are kept already."""
@@ -214,6 +214,11 @@ class SingleLink(Keeper):
         if session.out:
             self.flush()
         self.step_later()
+
+    def _evict(self, error: BudgetError) -> None:
+        """End the session, and keep its replies no longer: they are what was too much."""
+        self.session.evict(error)
+        self.forget()
 
     def close(self) -> None:
         self.forget()

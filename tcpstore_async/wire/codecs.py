@@ -454,6 +454,32 @@ def take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limi
     return at
 
 
+class _WholeList(CountedList):
+    """Named values, decoded once all have arrived, as there are secrets among them: at most so many bytes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__("m", _KeyValue(1, large=False), _pair)
+        self.most = most
+
+    def decode_items(
+        self, call: Handler, count: int, data: bytes, at: int, end: int, limits: Limits
+    ) -> tuple[Any, int]:
+        items: list[Any] = []
+        stop = at + PREFIX
+        while len(items) < count:
+            field, after = self.item.decode(self.pick, data, stop, end, limits)
+            self._check(abs(after) - at)
+            if after < 0:
+                return None, min(after, -(end + 1))
+            items.append(field)
+            stop = after
+        return call(items), stop
+
+    def _check(self, size: int) -> None:
+        if size > self.most:
+            raise ProtocolError(f"names and values of {size} bytes (max {self.most})")
+
+
 class PartialList(PartialRequest):
     """A counted list of which some items have arrived."""
 
@@ -711,6 +737,7 @@ KEY_VALUE_3_I64: Final[RequestCodec] = _KeyValueNumbers(3)
 KEYS: Final[RequestCodec] = CountedList("l", KEY, alone)
 ITEMS: Final[RequestCodec] = CountedList("i", _KeyValue(1, large=False), _pair)
 NAMED_VALUES: Final[RequestCodec] = CountedList("m", _KeyValue(1, large=False), _pair)
+WHOLE_NAMED_VALUES: Final[RequestCodec] = _WholeList(MAX_TOKEN)
 TOKEN: Final[RequestCodec] = _Token(MAX_TOKEN)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()

@@ -37,6 +37,7 @@ from .codecs import (
     VALUE,
     VALUES,
     WAKE,
+    WHOLE_NAMED_VALUES,
     ReplyCodec,
     RequestCodec,
 )
@@ -207,9 +208,9 @@ COMMANDS: Final = (
             "argument is 1 if this agent's workers have succeeded. 4: removes the agent, unless it has a rank or is "
             "redundant. DELETE_KEY forgets rounds without agents. Error: any other action; a beat with an argument "
             "below 1; an agent other than the one for which the connection's MEET still waits.", since=3),
-    Command(0x4C, "LINK",         NAMED_VALUES,    VALUE,           "link",      SESSION | INTERNAL,
+    Command(0x4C, "LINK",         WHOLE_NAMED_VALUES, VALUE,        "link",      SESSION | INTERNAL,
             "Makes the connection a link, or resumes a link whose connection broke: see "
-            "[links.md](links.md).", since=4),
+            "[links.md](links.md). Error: more than 4,096 bytes.", since=4),
     Command(0x4D, "TAKEN",        I64,             NO_REPLY,        "taken",     SESSION | INTERNAL,
             "Acknowledges so many bytes of replies on a [single link](links.md#single-links), since LINK. Error: it is "
             "no single link; fewer bytes have been sent.", since=5),

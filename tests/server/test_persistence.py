@@ -41,10 +41,11 @@ from tcpstore_async.client.store_name import StoreName, name_of
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError
-from tcpstore_async.log.journal import Journal, read_records
+from tcpstore_async.log.journal import Journal, read_records, segments_of
 from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
 from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.wire.values import unpack
 
 pytestmark = pytest.mark.slow
 
@@ -531,6 +532,24 @@ async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len(server.store.keyspace.queues[b"/queue"]) == 2 * len(peers)
     assert sum(sizes) > 48 * 800_000
     assert max(sizes) < 2 << 20
+
+
+async def test_a_links_secret_that_arrives_in_parts_is_not_in_the_journal(tmp_path: Path) -> None:
+    link = BY_METHOD["link"]
+    fields = ClientSingleLink().fields()
+    (secret,) = [unpack(value) for name, value in fields[0] if name == b"secret"]
+    request = HANDSHAKE + link.prefix + link.request.encode(fields)
+    async with serve(persist=tmp_path) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for at in range(0, len(request), 20):
+            writer.write(request[at : at + 20])
+            while server.received < min(at + 20, len(request)):
+                await asyncio.sleep(0)
+        assert b"new" in await reader.readuntil(b"}")
+        [segment] = segments_of(tmp_path)
+        assert secret not in segment.read_bytes()
+        writer.close()
+        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("secure", [False, True])

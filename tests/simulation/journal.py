@@ -54,9 +54,6 @@ Step = tuple[Any, ...]
 PAUSE: Final = 4.0
 """Seconds after which links have shown again that they are alive."""
 
-CUT_LINKS: Final = False
-"""Whether LINK may arrive in parts: then its secret is in the journal, and its session is lost."""
-
 SETTINGS: Final = {field.name: str(getattr(Limits(), field.name)) for field in fields(Limits)} | {
     "link-grace": str(LINK_GRACE),
     "require-auth": "",
@@ -353,8 +350,6 @@ class World:
             if wire is not None:
                 if wire.up:
                     wires.append(wire)
-                if not (client.linked or isinstance(client, Observer) or CUT_LINKS):
-                    count = -1
                 self._send(wire, len(wire.up) if count < 0 else count)
         self.serve(wires)
 

@@ -529,3 +529,23 @@ def test_a_registry_has_nothing_left() -> None:
     registry.close_all()
     target.serve()
     assert (registry.singles, registry.suspended) == ({}, {})
+
+
+def test_a_store_grows_though_all_memory_is_kept_for_others() -> None:
+    """What a link keeps is given up with its session: nothing else would ever be free again."""
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", set_(b"large", bytes(200_000)))
+    for _ in range(20):
+        target.say("a", get(b"large") + append(b"large", b"x" * 9))
+        heard(target)
+    link = peer.wire.single
+    assert isinstance(link, SingleLink)
+    budget = target.store.budget
+    budget.resize(budget.used() + 1000)
+    other = Wire(target.store)
+    other.session.receive(VALIDATE + set_(b"more", bytes(500_000)))
+    assert link.over
+    assert b"/more" in target.store.keyspace.values or b"more" in target.store.keyspace.values
+    other.close()
+    target.serve()
