@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +33,8 @@ from tcpstore_async.stores.agent import Agent, Options, RoundsClosed, agent_name
 ROOT = Path(__file__).parent.parent.parent
 COMPILED = ROOT / "build" / "compiled"
 DIGESTS = ROOT / "tests" / "log" / "digests.py"
+
+PROGRAM = (sys.executable, "-m", "tcpstore_async")
 
 TIMEOUT = 60.0
 
@@ -53,15 +55,18 @@ END = b"end"
 class Server:
     """A server at one port and directory, which is killed and comes back."""
 
-    def __init__(self, folder: Path, port: int, options: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, port: int, options: list[str], env: dict[str, str], program: Sequence[str] = PROGRAM
+    ) -> None:
         self.folder = folder
         self.port = port
         self.options = options
         self.env = env
+        self.program = program
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", str(self.port), *self.options]
+        command = [*self.program, "serve", "--port", str(self.port), *self.options]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--persist", str(self.folder / "journal"), "--admin", ""],
