@@ -45,6 +45,7 @@ help:
 	@echo "make test-persist  the tests of what peers see, with a journal for every server"
 	@echo "make reliability  kills servers with a journal under load, 1,000 times: an hour on two cores (KILLS=100: a tenth)"
 	@echo "make linear    checks that histories of calls are linearizable while faults of each kind happen: ten minutes (SECONDS=10: of each kind)"
+	@echo "make soak      a server with a journal under load for an hour, ended now and then (MINUTES=20)"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
@@ -93,6 +94,13 @@ reliability: .venv/.test build/compiled/.made
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) / 3 )) --seed 1
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) / 3 )) --seed 2 --sync always
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) - $(KILLS) / 3 * 2 )) --seed 3 --secure
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/faults/kills.py --kills $$(( $(KILLS) / 10 )) --seed 4 --how replace
+
+# Memory, disk and descriptors have to stay flat.
+MINUTES ?= 60
+.PHONY: soak
+soak: .venv/.test build/compiled/.made
+	PYTHONPATH="$(COMPILED):tests" $(BIN)/python tests/faults/soak.py --minutes $(MINUTES)
 
 # What needs root is left out without it.
 SECONDS ?= 60

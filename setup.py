@@ -72,6 +72,7 @@ COMPILED = [
     "tcpstore_async/log/events.py",
     "tcpstore_async/log/records.py",
     "tcpstore_async/log/replay.py",
+    "tcpstore_async/log/snapshot.py",
     "tcpstore_async/observe/missing.py",
     "tcpstore_async/observe/monitor.py",
     "tcpstore_async/session/named_stores.py",

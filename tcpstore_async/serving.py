@@ -12,7 +12,15 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +34,7 @@ from .log.journal import Journal
 from .server.admin import admin_socket
 from .server.backends import DEFAULT_BACKEND, check_backend, make_server
 from .server.fork_safety import close_on_fork, closed_in_children
+from .server.handover import pass_on
 from .server.linger import Linger
 from .server.listen_socket import (
     DEFER_ACCEPT,
@@ -208,6 +217,7 @@ async def run(
     )
     signals = watch_signals()
     async with (
+        AsyncExitStack() as successor,
         serve(
             listener=listener,
             limits=limits,
@@ -234,7 +244,18 @@ async def run(
                 failed.append(error)
             signals.put_nowait(signal.SIGINT)
 
+        def replaced(path: str) -> None:
+            try:
+                successor.enter_context(pass_on(path, listener))
+            except OSError as error:
+                log.warning("cannot let another server take over at %s: %s", path, error.strerror)
+                return
+            log.info("another server takes over: ending")
+            signals.put_nowait(signal.SIGTERM)
+
         server.on_end = stop
+        if persist is not None:
+            server.on_replace = replaced
         reloading = Reloading(server, tokens)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloading.reload, "SIGHUP")
         ready(server)

@@ -16,7 +16,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from tcpstore_async.links.resume import Resumable
 from tcpstore_async.log.encoding import decode, encode
 from tcpstore_async.log.events import RECEIVE, Engine, Event, EventRecorder
 from tcpstore_async.log.replay import Replayer
+from tcpstore_async.log.snapshot import NotNowError, dump, load
 from tcpstore_async.observe.missing import answer_missing
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import ServerSession
@@ -61,7 +62,7 @@ NOT_KEPT = {
     *("on_created", "on_released", "open_port", "close_port", "on_leave", "on_return"),
     *("running", "partial", "freeing", "working", "to_work"),
     *("command", "_last_key", "on_link", "on_end", "on_refused", "on_refusal", "on_failure"),
-    *("_parts", "_reply", "recorder", "unnamed", "unvalidated", "_listing", "weight"),
+    *("_parts", "_reply", "recorder", "unnamed", "unvalidated", "_listing", "weight", "_ahead"),
 }
 """Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere."""
 
@@ -183,7 +184,7 @@ class Recording(EventRecorder):
     def opened(self, session: ServerSession) -> None:
         if not self.inside:
             self._begin()
-        self.sessions[self._opened + 1] = session
+        self.sessions[self.opened_sessions + 1] = session
         super().opened(session)
 
     def left(self, session: ServerSession) -> None:
@@ -209,7 +210,10 @@ class Recording(EventRecorder):
 
 
 def compare(start: Beginning, events: list[Noted]) -> None:
-    """Execute the events of a recording again. Raises NotTheSame."""
+    """Execute the events of a recording again, each time after a look on an engine made of a snapshot.
+
+    Raises NotTheSame.
+    """
     engine = start.make()
     given: Given = {}
 
@@ -228,8 +232,18 @@ def compare(start: Beginning, events: list[Noted]) -> None:
                 raise NotTheSame(
                     f"event {at}, {noted.events}: session {number} was given {expected[:200]!r}, again {found[:200]!r}"
                 )
-        if noted.digest is not None and digest(engine, replayer.sessions) != noted.digest:
+        if noted.digest is None:
+            continue
+        if digest(engine, replayer.sessions) != noted.digest:
             raise NotTheSame(f"event {at}, {noted.events}: the state is not the same again")
+        with suppress(NotNowError):
+            data = dump(replayer)
+            engine = start.make()
+            engine.root.hub.clock.now = replayer.hub.clock.now
+            replayer = Replayer(engine, note)
+            load(data, replayer)
+            if dump(replayer) != data or digest(engine, replayer.sessions) != noted.digest:
+                raise NotTheSame(f"event {at}: a snapshot has another state")
 
 
 # Simulators

@@ -369,6 +369,8 @@ def _command_rows(group: click.Group, path: str) -> Iterator[str]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
+        if command.hidden:
+            continue
         if not isinstance(command, click.Group) or command.invoke_without_command:
             shown = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
             own = [max(one.opts, key=len) for one in shown if not isinstance(one, ConnectionOption)]

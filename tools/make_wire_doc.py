@@ -123,7 +123,8 @@ Members of the reply to MISSING, each absent if there is nothing to list:
 * `departed`: the same of those that have left: `id`, `host`, `port`, `pid`, `peer`.
 * `unlisted`: how many other processes without a rank have neither counted nor written.
 * `worlds`: how many sessions have sent each of up to four sizes of the world.
-* `server`: `joins`, how many ranks the owner of the store expects to join.
+* `server`: `joins`, how many ranks the owner of the store expects to join; `why_held`, why commands wait for space
+  on the server's disk.
 
 Only a server with an admin socket knows sessions. With a token that has a prefix, only its keys are named, and `for` is
 empty. Keys of more than 512 bytes are not compared. A busy server replies with `absent` and the counter's value only.

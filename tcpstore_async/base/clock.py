@@ -31,10 +31,6 @@ class Recorder:
         """Have a session on a connection of its own receive bytes: an event."""
         raise NotImplementedError
 
-    def receive_linked(self, session: Any, payload: bytes) -> None:
-        """Have a session on a link receive bytes, within an event. Raises PeerError."""
-        raise NotImplementedError
-
     def answer(self, ask: Callable[[], Any]) -> Any:
         """Return what somebody outside of the engine answers, which is part of the event."""
         raise NotImplementedError
@@ -55,8 +51,12 @@ class Recorder:
         """Forget a session."""
         raise NotImplementedError
 
-    def evicted(self, subject: Any, error: Exception) -> None:
-        """Note that a session or a link is evicted within an event. If memory is short, that is an event of its own."""
+    def evicts(self, victim: Any, wanted: int) -> None:
+        """Note whom the budget evicts, or refuses a command, as memory is short; see `Clock.points` for `wanted`."""
+        raise NotImplementedError
+
+    def victims(self, wanted: int) -> list[Any]:
+        """Return whom the budget evicts at this point, while events are executed again."""
         raise NotImplementedError
 
 
@@ -68,6 +68,11 @@ class Clock:
         """In seconds of the server's clock, which is monotonic."""
         self.done: int = -1
         """Where the last command that `receive` executed ends, in the bytes kept and received; -1 if none was."""
+        self.points: int = 0
+        """How often in this event a session has received bytes, or the budget was asked whether too much is used.
+
+        With `done`, and the size that the store is about to have, or -1, it says at which point memory is short.
+        """
         self.lasting = False
         """Set by `receive` when it executes a command that may change anything."""
         self.recorder: Recorder | None = None

@@ -1,6 +1,8 @@
 """`tcpstore serve`: options, output and exit status."""
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +11,11 @@ import click
 from ..auth.tokens import TokenFiles
 from ..base.errors import DistError
 from ..base.limits import Limits
+from ..client.admin import ask
 from ..log.encoding import JournalError
+from ..server import admin_path
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.handover import SECONDS, receive
 from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
 from ..server.store_ports import ANY, NONE
@@ -141,6 +146,12 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     "nothing is answered before it is on the disk.",
 )
 @click.option(
+    "--replace",
+    is_flag=True,
+    help="Take over from the server that runs with the same --persist and --port: its stores, and its listening "
+    "socket, so that no client is refused meanwhile. Without such a server, start as usual.",
+)
+@click.option(
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
@@ -186,6 +197,7 @@ def serve(
     store_ports: range,
     persist: Path | None,
     sync: str,
+    replace: bool,
     admin: str | None,
     http: Where | None,
     linger: float | None,
@@ -232,6 +244,10 @@ def serve(
         raise click.UsageError("--persist needs the path of a directory of its own.")
     if persist is not None and owner_pid is not None:
         raise click.UsageError("--persist cannot be used with --owner-pid.")
+    if replace and persist is None:
+        raise click.UsageError("--replace needs --persist.")
+    if replace and (listen_fd is not None or admin == ""):
+        raise click.UsageError("--replace needs the admin socket, and cannot be used with --listen-fd.")
     if require_tls and not tls_cert:
         raise click.UsageError("--require-tls needs --tls-cert and --tls-key.")
     if token_keys is None and revoked_tokens is not None:
@@ -274,6 +290,8 @@ def serve(
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
+        if replace and persist is not None:
+            listen_fd = _take_over(persist, admin, port)
         if http is not None:
             page = listen_for_http(*http, same_user=require_auth == ALL, log_format=log_format, log_level=log_level)
         running = run(
@@ -304,3 +322,18 @@ def serve(
         fail(error, log_format, 74)
     except (DistError, JournalError) as error:
         fail(error, log_format)
+
+
+def _take_over(persist: Path, admin: str | None, port: int) -> int | None:
+    """Return the listening socket of the server that runs now, once it has ended; None if there is no such server."""
+    found = [Path(admin)] if admin is not None else admin_path.find(port)
+    if not found or not admin_path.is_live(found[0]):
+        return None
+
+    def request(path: str) -> None:
+        for line in ask(found[0], [], SECONDS, replace=path, persist=os.path.realpath(persist)):
+            fact = json.loads(line)
+            if "error" in fact:
+                raise OSError(fact["error"])
+
+    return receive(request)

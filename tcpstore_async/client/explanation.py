@@ -132,7 +132,7 @@ def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
             said.append(f"{arrived:,} of {expected:,} have arrived")
     elif facts.absent and (len(facts.absent) < len(keys) or most_similar or error.missing_ranks or error.elsewhere):
         said = _keys(facts.absent, len(keys), most_similar[:_NAMED])
-    said += [ranks_text(error, more), *error.elsewhere[:_NAMED_ELSEWHERE]]
+    said += [str(facts.server.get("why_held", "")), ranks_text(error, more), *error.elsewhere[:_NAMED_ELSEWHERE]]
     said = [one for one in said if one]
     if said:
         text = str(error)

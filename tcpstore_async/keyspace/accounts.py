@@ -5,8 +5,10 @@ shrinks by (`Registrations.charge`). This module must not know tokens, commands,
 """
 
 from ..base.errors import NotAllowedError, counted
+from ..base.mypyc_shim import mypyc_attr
 
 
+@mypyc_attr(serializable=True)
 class Usage:
     """What the holders of one token make the server hold, in all stores."""
 
@@ -48,6 +50,7 @@ class Usage:
         )
 
 
+@mypyc_attr(serializable=True)
 class Account:
     """What the holders of one token have stored in one store."""
 

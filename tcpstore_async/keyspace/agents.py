@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ..base.errors import LimitError, NotAllowedError, ProtocolError, counted
+from ..base.mypyc_shim import mypyc_attr
 from ..wire.values import PREFIX, Framed, unpack
 from .accounts import Account
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, PARTICIPANT, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
@@ -70,6 +71,7 @@ def _texts(names: list[bytes]) -> list[str]:
     return [name.decode(errors="replace") for name in names[:MOST_NAMED]]
 
 
+@mypyc_attr(serializable=True)
 class Ended:
     """A job that has ended successfully."""
 

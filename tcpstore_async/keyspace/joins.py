@@ -10,6 +10,7 @@ Invariant: `lost` is the number of tokens without waiters, except those of ranks
 
 from typing import Final
 
+from ..base.mypyc_shim import mypyc_attr
 from ..wire.values import wrap
 from .agents import AgentRegistry
 from .steps import Later, free_dict
@@ -19,6 +20,7 @@ _LEFT: Final = -1
 """In place of the number of waiters, once one of them has sent LEAVE."""
 
 
+@mypyc_attr(serializable=True)
 class Joins:
     """The ranks that have joined one counter, each by its own token."""
 

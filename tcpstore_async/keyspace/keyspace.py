@@ -132,6 +132,7 @@ class Keyspace(Leases):
         flat = framed(value)
         if isinstance(value, Growing):
             self._put(key, value, flat, len(flat))
+            self.clock.lasting = True  # less is counted
         return flat
 
     def add(self, key: bytes, amount: int) -> int:

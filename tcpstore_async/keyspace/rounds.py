@@ -15,6 +15,8 @@ from bisect import bisect_left
 from collections import OrderedDict
 from typing import Any, Final
 
+from ..base.mypyc_shim import mypyc_attr
+
 CLOSED: Final = -2
 """In place of a rank: the rounds are closed. The number is 1 for a redundant agent, else 0."""
 LAST_CALL: Final = -1
@@ -44,6 +46,7 @@ Status = tuple[int, int, int, int, int, int]
 the agent stands, and the number of the last call if it is this agent's to time, else 0."""
 
 
+@mypyc_attr(serializable=True)
 class Agent:
     """One agent, while a connection represents it and it is not considered dead."""
 
@@ -66,6 +69,7 @@ class Agent:
         return AGENT_BYTES + len(self.name)
 
 
+@mypyc_attr(serializable=True)
 class Group:
     """Agents in the order of their names."""
 
@@ -102,6 +106,7 @@ class Group:
         return others
 
 
+@mypyc_attr(serializable=True)
 class Due:
     """Parked agents that have to be answered: all of a group alike, except for their ranks."""
 
@@ -119,6 +124,7 @@ class Due:
         return self.round, rank, len(self.agents)
 
 
+@mypyc_attr(serializable=True)
 class Rounds:
     """The rounds that agents meet in under one key."""
 

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 from ..base.limits import MEMBER_BYTES
+from ..base.mypyc_shim import mypyc_attr
 from ..wire.values import Framed, Value
 from .accounts import Account
 
@@ -46,6 +47,7 @@ AWAITED: Final = {
 """What a waiter in each state waits for, as `keys.describe_wait` calls it."""
 
 
+@mypyc_attr(serializable=True)
 class Handoff:
     """An item of a queue that a woken waiter is expected to take with its next command."""
 
@@ -126,6 +128,7 @@ class GroupRegistry:
         raise NotImplementedError
 
 
+@mypyc_attr(serializable=True)
 class Group(Waiter):
     """Waiters that are registered as one."""
 
@@ -202,6 +205,7 @@ UNKNOWN: Final = -1
 """Of `KeyList.present`: not looked up since a key changed."""
 
 
+@mypyc_attr(serializable=True)
 class KeyList:
     """A list of keys that requests name alike, and what is kept for it while none of its keys changes."""
 

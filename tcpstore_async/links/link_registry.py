@@ -54,6 +54,10 @@ class LinkRegistry(LinkWork):
             store.hub.register("link", lambda one: self.open)
             store.hub.register("taken", lambda one: _taken)
 
+    def known(self, identity: bytes) -> ServerLink | SingleLink | None:
+        """Return the link of this id, of either kind; None if there is none."""
+        return self.links.get(identity) or self.singles.get(identity)
+
     # LINK
 
     def open(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
@@ -65,7 +69,7 @@ class LinkRegistry(LinkWork):
         secret = said[b"secret"] = self.clock.hidden(secret)
         single = bool(said.get(b"single"))
         attempt = _number(said, b"attempt") if b"attempt" in said else 0
-        link = self.links.get(identity) or self.singles.get(identity)
+        link = self.known(identity)
         refusal = self._refusal(session, said.get(b"version", b""), single)
         if not refusal and link is not None:
             refusal = link.carrier.refusal(secret, attempt)
@@ -236,6 +240,18 @@ class LinkRegistry(LinkWork):
         self.ticked = self.clock.now
         for carrier in [link.carrier for link in self.links.values()] + [one.carrier for one in self.singles.values()]:
             carrier.lost = self.clock.now
+
+    def hold(self, what: int) -> None:
+        """Have commands wait, or wait no longer: see `Hub.held`. Here, as sessions on links continue as an event."""
+        if self.clock.enters(self, "hold", what):
+            return
+        self.store.hub.held = what
+        if what:
+            return
+        for link in self.links.values():
+            for linked in link.sessions.values():
+                if linked.session.stalled():
+                    linked.resume_later()
 
     def close_all(self) -> None:
         """End all links at once: the server stops. Sessions with last frames are in `Hub.pending_flush`."""

@@ -19,6 +19,7 @@ from ..base.limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.peer import printable
 from ..session.server import ServerSession
+from ..session.store import WRITES
 from ..wire.codecs import Handler, PartialRequest
 from ..wire.link import (
     CLOSE,
@@ -119,12 +120,8 @@ class ServerLink(SharedLink):
     # The connection
 
     def evict(self, error: BudgetError) -> None:
-        recorder = self.registry.clock.recorder
-        if recorder is not None:
-            if not recorder.inside:
-                recorder.enter(self, "evict", error)
-                return
-            recorder.evicted(self, error)
+        if self.registry.clock.enters(self, "evict", error):
+            return
         self.drop_connection(error)
         self.end(str(error))
 
@@ -387,6 +384,8 @@ class ServerLink(SharedLink):
     def tick(self, now: float, soon: float) -> None:
         """Do what is due before `soon`, when the next tick is expected."""
         registry = self.registry
+        if registry.store.hub.held > WRITES:
+            self._heard = now  # nothing is read meanwhile
         if self.connection is None:
             overdue = self.carrier.overdue(now)
             if overdue:

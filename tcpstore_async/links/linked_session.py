@@ -181,16 +181,14 @@ class LinkedSession(Credit):
 
     def _execute(self, payload: bytes) -> None:
         session = self.session
-        recorder = self.link.registry.clock.recorder
-        if recorder is None:
-            session.receive(payload)
-        else:
-            recorder.receive_linked(session, payload)
+        session.receive(payload)
         if session.out:
             self.flush()
         if not session.stalled():
             self._allow_or_close()
-        elif session.running is not None or session.unsent <= session.store.limits.unsent_high_water:
+        elif session.running is not None or (
+            session.unsent <= session.store.limits.unsent_high_water and not session.waits_for_space()
+        ):
             self.resume_later()
 
     def _fail(self, error: PeerError) -> None:

@@ -216,7 +216,9 @@ class SingleLink(Keeper):
         self.step_later()
 
     def close(self) -> None:
-        self.end("")
+        self.forget()
+        if self.session.owner is self:
+            self.session.leave()
 
     def tick(self, now: float) -> None:
         overdue = self.carrier.overdue(now)

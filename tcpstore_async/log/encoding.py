@@ -14,7 +14,7 @@ import msgspec
 from librt.strings import BytesWriter, write_i32_le, write_i64_le
 
 from ..auth.access import Access
-from .events import RECEIVE, Event, Reference, Refused, Reply
+from .events import RECEIVE, Event, Evicted, Reference, Reply
 
 
 class JournalError(Exception):
@@ -30,7 +30,7 @@ _CALL: Final = 2
 """Any other event: its method, its subject, what it was given, and the answers."""
 
 _REFERENCE: Final = 1
-_REFUSED: Final = 2
+_EVICTED: Final = 2
 _REPLY: Final = 3
 _ACCESS: Final = 4
 
@@ -116,8 +116,8 @@ def _plain(thing: Any) -> Any:
     """Return what MessagePack has a form for."""
     if isinstance(thing, Reference):
         return _tagged(_REFERENCE, list(thing))
-    if isinstance(thing, Refused):
-        return _tagged(_REFUSED, list(thing))
+    if isinstance(thing, Evicted):
+        return _tagged(_EVICTED, [_plain(one) for one in thing])
     if isinstance(thing, Reply):
         return _tagged(_REPLY, [thing.command, _plain(thing.result)])
     if isinstance(thing, Access):
@@ -135,8 +135,8 @@ def _untag(code: int, data: memoryview) -> Any:
     fields = _unpack(bytes(data))
     if code == _REFERENCE:
         return Reference(*fields)
-    if code == _REFUSED:
-        return Refused(*fields)
+    if code == _EVICTED:
+        return Evicted(*fields)
     if code == _REPLY:
         return Reply(*fields)
     if code == _ACCESS:

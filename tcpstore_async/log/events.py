@@ -5,8 +5,7 @@ execution, with the answers that it got from outside of the engine, so what was 
 not know what an event does, or where it is kept.
 
 Invariant: the noted events, executed in order by `log/replay.py`, have the same effects and give every link the same
-bytes. Evictions for memory depend on what the kernel took, so they are events of their own, behind the event in which
-they happened: what a session on a link sends between the two is the one thing that may differ.
+bytes. Whom the budget evicts depends on what the kernel took, so it is noted, with the point of the event.
 """
 
 import hashlib
@@ -15,9 +14,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ..base.clock import Recorder
-from ..base.errors import BudgetError, PeerError
+from ..base.errors import PeerError
 from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.keyspace import Keyspace
+from ..links.carrier import Carrier
 from ..links.link_registry import LinkRegistry
 from ..links.link_server import LinkInput, ServerLink
 from ..links.single_link import SingleLink
@@ -49,7 +49,8 @@ class Reference(NamedTuple):
 
     kind: str
     """A session or its `transport`, by number; a store, or the `keyspace` of one, by incarnation, which is empty for
-    the root; a link by id; `hub`, `named`, `links`; `error`, by its text; `answers`, a function that was asked."""
+    the root; a link, or the `carrier` of one, by id; `hub`, `named`, `links`; `error`, by its text; `answers`, a
+    function that was asked."""
     name: Any = 0
 
 
@@ -62,13 +63,15 @@ class Event(NamedTuple):
     """What was said outside of the engine meanwhile, in order."""
 
 
-class Refused(NamedTuple):
-    """An answer: there was no memory for a command of a session on a link."""
+class Evicted(NamedTuple):
+    """An answer: memory was short, and this is whom the budget evicted, or whose command it refused."""
 
-    execution: int
-    """Which execution of such a session's bytes in this event it was."""
+    points: int
     done: int
-    """Bytes of those kept and received that were executed."""
+    wanted: int
+    """See `Clock.points`."""
+    victim: Reference | None
+    """None if nobody's command was refused."""
 
 
 class Reply(NamedTuple):
@@ -115,7 +118,7 @@ class EventRecorder(Recorder):
     """Notes the events of one engine."""
 
     def __init__(self, engine: Engine, note: Callable[[list[Event]], object]) -> None:
-        """`note` is called behind each call from outside, with its events: the call, and evictions that it caused."""
+        """`note` is called behind each call from outside: with the event, or evictions caused by what is none."""
         super().__init__()
         self.engine = engine
         self.note = note
@@ -123,17 +126,15 @@ class EventRecorder(Recorder):
         self.clock.recorder = self
         self._stores = engine.root.hub.stores
         self._parts = {"hub": engine.root.hub, "named": engine.named, "links": engine.links}
-        self._opened = 0
+        self.opened_sessions = 0
         """How many sessions there were."""
         self.numbers: dict[ServerSession, int] = {}
         """Those that there are, in order of opening, with their numbers."""
         self._answers: list[Any] = []
         self._secrets: dict[bytes, bytes] = {}
         """Those in what is received, and what is noted instead."""
-        self._evicted: list[Event] = []
-        self._executions = 0
-        """Of bytes of sessions on links, in this event."""
-        self._inquiries = 0
+        self._evicted: list[Evicted] = []
+        self.inquiries = 0
         """How many commands there were whose replies depend on what is no event."""
         self._kept: dict[ServerSession, bytes] = {}
         """What links' connections have received and not looked at."""
@@ -143,18 +144,22 @@ class EventRecorder(Recorder):
     def go_on(self, numbers: dict[ServerSession, int], opened: int, inquiries: int) -> None:
         """Record the events of an engine in which others have been executed already."""
         self.numbers = numbers
-        self._opened = opened
-        self._inquiries = inquiries
+        self.opened_sessions = opened
+        self.inquiries = inquiries
         for session in numbers:
             value = session.large_value()
             if value is not None:
                 self._filled[session] = value.filled
 
+    def _start_event(self) -> None:
+        self.inside = True
+        self.clock.points = 0
+
     def enter(self, subject: Any, method: str, *given: Any) -> Any:
         reference = self.refer(subject)
         references = tuple(map(self.refer, given))
         asked = [partial(self._ask, one) if callable(one) else one for one in given]
-        self.inside = True
+        self._start_event()
         try:
             return getattr(subject, method)(*asked)
         finally:
@@ -168,7 +173,7 @@ class EventRecorder(Recorder):
         keyspace = session.store.keyspace
         clock = self.clock
         clock.lasting = session.handoff is not None or keyspace.working
-        self.inside = True
+        self._start_event()
         try:
             session.receive(chunk)
         except BaseException:
@@ -176,18 +181,21 @@ class EventRecorder(Recorder):
                 self._note_received(session, chunk[: clock.done])
             else:
                 self._answers.clear()
-                self._note_evicted()
+                self._note_evicted(session)
             raise
         if _is_between(session):
             if clock.lasting or self._answers or keyspace.working or _counts(session):
                 self._note_received(session, chunk)
             else:  # it has only read
-                self._note_evicted()
+                self._note_evicted(session)
             return
         given = chunk
         if not is_link(session) and _withholds(session):
             given = chunk[: len(chunk) - len(session.input_buffer or b"")]
-        self._note_received(session, given)
+        if given:
+            self._note_received(session, given)
+        else:
+            self._note_evicted(session)
         value = session.large_value()
         if value is not None:
             self._filled[session] = value.filled
@@ -197,7 +205,6 @@ class EventRecorder(Recorder):
             self._note(RECEIVE, self.refer(session), (data,))
         else:
             self.inside = False
-            self._executions = 0
             if self._secrets:
                 data = self._without_secrets(data)
                 self._secrets.clear()
@@ -218,7 +225,7 @@ class EventRecorder(Recorder):
         running = session.running
         idle = high and running is None and not session.store.keyspace.working
         failed = True
-        self.inside = True
+        self._start_event()
         try:
             session.receive(chunk)
             failed = False
@@ -239,21 +246,13 @@ class EventRecorder(Recorder):
                 held_back = len(session.input_buffer or b"") if _withholds(session) else 0
                 given = given[ahead : max(ahead, len(given) - held_back)]
             stepped = running is not None and (not failed or session.running is not running)
-            if given or filled or stepped or not (failed or idle):
+            if given or filled or stepped or not ((failed and not linked) or idle):
                 self._note(RECEIVE, self.refer(session), (filled + given,))
             else:
                 self._answers.clear()
-                self._note_evicted()
+                self._note_evicted(session)
             if (value := session.large_value()) is not None:
                 self._filled[session] = value.filled
-
-    def receive_linked(self, session: ServerSession, payload: bytes) -> None:
-        self._executions += 1
-        try:
-            session.receive(payload)
-        except BudgetError:
-            self._answers.append(Refused(self._executions, max(0, self.clock.done)))
-            raise
 
     def answer(self, ask: Callable[[], Any]) -> Any:
         found = ask()
@@ -267,8 +266,8 @@ class EventRecorder(Recorder):
         return hidden
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
-        self._inquiries += 1
-        return self.reply_of(self._inquiries, steps)
+        self.inquiries += 1
+        return self.reply_of(self.inquiries, steps)
 
     def reply_of(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         found = yield from steps
@@ -276,8 +275,8 @@ class EventRecorder(Recorder):
         return found
 
     def opened(self, session: ServerSession) -> None:
-        self._opened += 1
-        self.numbers[session] = self._opened
+        self.opened_sessions += 1
+        self.numbers[session] = self.opened_sessions
         if not self.inside:
             given = session.host, session.port, session.connected_at
             self._note(OPENED, self.refer(session.store), given)
@@ -287,9 +286,9 @@ class EventRecorder(Recorder):
         self._kept.pop(session, None)
         self._filled.pop(session, None)
 
-    def evicted(self, subject: Any, error: Exception) -> None:
-        if isinstance(error, BudgetError):
-            self._evicted.append(Event("evict", self.refer(subject), (self.refer(error),), self.clock.now))
+    def evicts(self, victim: Any, wanted: int) -> None:
+        if self.inside:
+            self._evicted.append(Evicted(self.clock.points, self.clock.done, wanted, self.refer(victim)))
 
     def refer(self, thing: Any) -> Any:
         """Return what names a thing in any process; plain data, itself."""
@@ -297,6 +296,8 @@ class EventRecorder(Recorder):
             return None
         if isinstance(thing, ServerSession):
             return Reference("session", self.numbers.get(thing))
+        if isinstance(thing, Carrier):
+            return Reference("carrier", thing.identity)
         if isinstance(thing, SingleLink):
             return Reference("single", thing.carrier.identity)
         if isinstance(thing, Transport):
@@ -321,18 +322,24 @@ class EventRecorder(Recorder):
         self.inside = False
         if self._secrets:
             given = tuple([self._without_secrets(one) if isinstance(one, bytes) else one for one in given])
-        event = Event(method, subject, given, self.clock.now, tuple(self._answers))
+            self._secrets.clear()
+        event = Event(method, subject, given, self.clock.now, (*self._evicted, *self._answers))
+        self._evicted.clear()
         self._answers.clear()
-        self._executions = 0
-        self._note_evicted(event)
+        self.note([event])
 
     def _without_secrets(self, data: bytes) -> bytes:
         for secret, hidden in self._secrets.items():
             data = data.replace(secret, hidden)
         return data
 
-    def _note_evicted(self, *events: Event) -> None:
+    def _note_evicted(self, session: ServerSession) -> None:
+        """Note whom a session has made the budget evict with bytes that are in no event."""
         self.inside = False
         self._secrets.clear()
+        given = (Reference("error", "memory was short"),)
+        mine = self.refer(session)
         evicted, self._evicted = self._evicted, []
-        self.note([*events, *evicted])
+        self.note(
+            [Event("evict", one.victim, given, self.clock.now) for one in evicted if one.victim not in (None, mine)]
+        )

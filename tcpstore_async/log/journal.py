@@ -1,11 +1,13 @@
 """The files of a journal: a directory that one server holds.
 
-    LOCK          locked by that server
-    instance      which journal it is, and what it depends on, in JSON
-    log-00000000  segments, in order
-    next          a segment of zeros, made ahead; `made` until it is whole
+    LOCK               locked by that server
+    instance           which journal it is, and what it depends on, in JSON
+    snapshot-00000003  the state behind all segments before this one
+    log-00000003       segments, in order
+    next               a segment of zeros, made ahead; `made` until it is whole
 
-Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early.
+Writing over zeros that are on the disk changes no metadata, so a sync costs less, and a full disk is noticed early:
+`shortage` says what may still be written.
 This module must not know what an event is, nor the engine.
 
 Invariants: files are the user's only. `append` returns when the record is with the kernel or, if the journal is synced,
@@ -17,24 +19,34 @@ import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from ..base.mypyc_shim import mypyc_attr
 from .encoding import JournalError
-from .records import HEADER_BYTES, Chain, Reader, Record
+from .records import HEADER_BYTES, Chain, Reader, Record, Snapshot, decode_snapshot
 
-SEGMENT_BYTES: Final = 16 << 20
+SEGMENT_BYTES: Final = 8 << 20
 
 _ZEROS: Final = bytes(1 << 20)
+
+_SEGMENT: Final = "log-"
+_SNAPSHOT: Final = "snapshot-"
+"""What the names of files begin with."""
+
+_UNFINISHED: Final = "snapshot"
+"""The name of a snapshot while it is written."""
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _Instance(msgspec.Struct):
+class Instance(msgspec.Struct):
+    """What is known of a journal besides its records."""
+
     instance: str
     sync: bool
     boot: str
@@ -45,6 +57,7 @@ class _Instance(msgspec.Struct):
     """Whether the stores have ended for good: what is left of the records is to be removed."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Journal:
     """Reads the records of a directory, then appends to them."""
 
@@ -65,16 +78,30 @@ class Journal:
         self.sync = sync
         self.segment_bytes = segment_bytes
         self.chain = Chain()
+        self.snapshot: Snapshot | None = None
+        """The last one, until `read` is called."""
+        self.complete: dict[int, int] = {}
+        """The size of each segment that is complete, by its number, until a snapshot makes it unnecessary."""
+        self.on_complete: Callable[[], object] | None = None
+        """Called with each further one."""
         self._fd = -1
         self._at = 0
         """Where the next record goes, in the segment."""
         self._size = 0
         """Of the segment, in bytes."""
         self._count = 0
-        """Of segments."""
+        """The number of the next segment."""
         self._ahead: threading.Thread | None = None
+        self.spare = False
+        """Whether the next segment is made."""
+        self.refused: str = ""
+        """Why it could not be made; empty if it is, or is being made for the first time."""
+        self.on_made: Callable[[], object] = _nothing
+        """Called in a thread whenever making it has succeeded or failed."""
         self.failed: int = 0
         """The errno of the first error; 0 if there was none."""
+        self.cut: int = 0
+        """Bytes of a record that was not whole, at the end, which `read` has cut."""
         self.outdated = False
         """Whether records were removed that might not be whole, as the machine has started again."""
         try:
@@ -88,6 +115,7 @@ class Journal:
             except OSError:
                 raise JournalError(f"another server holds {folder}") from None
             self.instance = self._identify(settings or {})
+            self.snapshot = read_snapshot(folder)
         except BaseException:
             os.close(self._lock)
             raise
@@ -96,12 +124,10 @@ class Journal:
         """Return the name of the journal, a new one where there are no records to read."""
         path = self.folder / "instance"
         try:
-            found: _Instance | None = msgspec.json.decode(path.read_bytes(), type=_Instance)
+            found: Instance | None = read_instance(self.folder)
         except FileNotFoundError:
             found = None
-        except (OSError, msgspec.MsgspecError) as error:
-            raise JournalError(f"cannot read {path}: {error}") from None
-        segments = segments_of(self.folder)
+        segments = [*snapshots_of(self.folder), *segments_of(self.folder)]
         if found is None and segments:
             raise JournalError(f"{self.folder} has segments, but no file named instance")
         try:
@@ -123,7 +149,7 @@ class Journal:
                         f"has {name}={value}: start with the same, or with another directory"
                     )
         instance = secrets.token_hex(8) if found is None else found.instance
-        wanted = _Instance(instance, self.sync, boot, settings)
+        wanted = Instance(instance, self.sync, boot, settings)
         if found != wanted:
             try:
                 if found is not None and self.sync and not found.sync:
@@ -138,14 +164,35 @@ class Journal:
     # Reading
 
     def read(self) -> Iterator[Record]:
-        """Yield all records; the next one is appended behind them, over what is torn. Raises JournalError."""
-        reader = Reader()
+        """Yield all records behind the snapshot; the next one is appended behind them, over what is torn.
+
+        Raises JournalError.
+        """
+        reader = Reader(self.snapshot)
+        self.snapshot = None
+        self._trim(reader.first)
         yield from read_records(self.folder, reader)
         segments = segments_of(self.folder)
         self.chain = reader.chain
-        self._count = len(segments)
+        self._count = reader.first + len(segments)
         if segments:
+            self.complete = {_number(path): path.stat().st_size for path in segments[:-1]}
             self._reopen(segments[-1], reader.end, reader.torn)
+            self.cut = reader.torn
+            self.spare = (self.folder / "next").exists()
+            if not self.spare:
+                self.make_ahead()
+
+    def trim(self) -> None:
+        """Remove what the last snapshot makes unnecessary. From any thread."""
+        self._trim(max([_number(path) for path in snapshots_of(self.folder)], default=0))
+
+    def _trim(self, first: int) -> None:
+        for path in (*snapshots_of(self.folder), *segments_of(self.folder)):
+            if _number(path) < first:
+                if path.name.startswith(_SEGMENT):
+                    self.complete.pop(_number(path), None)
+                path.unlink(missing_ok=True)
 
     def _reopen(self, path: Path, end: int, torn: int) -> None:
         """Append to a segment from `end` on. What is torn there is cut, as the next record may not fit there."""
@@ -180,6 +227,18 @@ class Journal:
             self.failed = error.errno or errno.EIO
             raise
 
+    def shortage(self) -> int:
+        """Return what the disk has space for: 0 for anything, 1 for what is small, 2 for what cannot be avoided.
+
+        While the next segment is not made, the rest of this one is all that there is.
+        """
+        if self.spare or self._fd < 0:
+            return 0
+        left = self._size - self._at
+        if left < self.segment_bytes // 4:
+            return 2
+        return int(bool(self.refused) or left < self.segment_bytes // 2)
+
     def _begin(self, at_least: int) -> None:
         """Begin the next segment."""
         path, made = self.folder / _name(self._count), self.folder / "next"
@@ -188,14 +247,25 @@ class Journal:
         self._finish_ahead()
         if not made.exists() or made.stat().st_size < at_least:
             self._make(made, _zeros(max(at_least, self.segment_bytes)))
+        if self._fd >= 0:
+            self.complete[self._count - 1] = self._size
         self._open(made, 0)
         self._write(self.chain.header())
         self._sync_data()
         made.rename(path)
         self._sync_folder()
         self._count += 1
-        self._ahead = threading.Thread(target=self._make_ahead, name="tcpstore journal", daemon=True)
-        self._ahead.start()
+        self.spare = False
+        self.refused = ""
+        self.make_ahead()
+        if self.on_complete is not None and self.complete:
+            self.on_complete()
+
+    def make_ahead(self) -> None:
+        """Make the next segment in a thread, unless that is under way."""
+        if self._ahead is None or not self._ahead.is_alive():
+            self._ahead = threading.Thread(target=self._make_ahead, name="tcpstore journal", daemon=True)
+            self._ahead.start()
 
     def _open(self, path: Path, at: int) -> None:
         self._close_segment()
@@ -213,8 +283,13 @@ class Journal:
     def _make_ahead(self) -> None:
         try:
             self._make(self.folder / "next", _zeros(self.segment_bytes))
-        except OSError:
-            pass  # whoever needs it makes it again, and is told
+            self.spare = True
+            self.refused = ""
+        except OSError as error:
+            self.refused = error.strerror or str(error)
+            with suppress(OSError):  # others may need the space
+                (self.folder / "made").unlink(missing_ok=True)
+        self.on_made()
 
     def _make(self, path: Path, parts: Iterable[bytes]) -> None:
         """Make a whole file, or none."""
@@ -248,6 +323,11 @@ class Journal:
 
     # The end
 
+    def seal(self, now: float, state: bytes) -> None:
+        """Keep the present state instead of all records. Raises OSError."""
+        write_snapshot(self.folder, Snapshot(self._count, self.chain.number, self.chain.crc, now, state))
+        self.trim()
+
     def close(self) -> None:
         """Let another server have the directory. Idempotent."""
         self._finish_ahead()
@@ -259,17 +339,18 @@ class Journal:
     def remove(self) -> None:
         """Remove what the journal has written: its stores have ended for good. Then close it."""
         self._finish_ahead()
-        self._discard(_Instance(self.instance, self.sync, "", {}))
+        self._discard(Instance(self.instance, self.sync, "", {}))
         self.close()
 
-    def _discard(self, instance: _Instance) -> None:
+    def _discard(self, instance: Instance) -> None:
         """Remove all records. Whoever finds only some of them removed goes on with that."""
         path = self.folder / "instance"
         instance.ended = True
         with suppress(OSError):  # a full disk must not keep them
             self._make(path, [msgspec.json.encode(instance), b"\n"])
             self._sync_folder()
-        for one in (*segments_of(self.folder), self.folder / "next", self.folder / "made", path):
+        files = [self.folder / name for name in ("next", "made", _UNFINISHED)]
+        for one in (*snapshots_of(self.folder), *segments_of(self.folder), *files, path):
             one.unlink(missing_ok=True)
 
 
@@ -283,15 +364,68 @@ def _sync_file(path: Path) -> None:
 
 def segments_of(folder: Path) -> list[Path]:
     """Return the segments of a journal, in order."""
-    return sorted(folder.glob("log-" + "[0-9]" * 8))
+    return sorted(folder.glob(_SEGMENT + "[0-9]" * 8))
+
+
+def snapshots_of(folder: Path) -> list[Path]:
+    """Return the snapshots of a journal, in order."""
+    return sorted(folder.glob(_SNAPSHOT + "[0-9]" * 8))
+
+
+def read_instance(folder: Path) -> Instance:
+    """Return what is known of a journal. Raises FileNotFoundError, and JournalError."""
+    path = folder / "instance"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Instance)
+    except FileNotFoundError:
+        raise
+    except (OSError, msgspec.MsgspecError) as error:
+        raise JournalError(f"cannot read {path}: {error}") from None
+
+
+def read_snapshot(folder: Path) -> Snapshot | None:
+    """Return the last snapshot of a journal, which may be another server's. Raises JournalError."""
+    paths = snapshots_of(folder)
+    if not paths:
+        return None
+    path = paths[-1]
+    try:
+        found = decode_snapshot(path.read_bytes())
+    except OSError as error:
+        raise JournalError(f"cannot read {path}: {error.strerror}") from None
+    except JournalError as error:
+        raise JournalError(f"{path}: {error}") from None
+    if found.segment != _number(path):
+        raise JournalError(f"{path} is the snapshot before segment {found.segment}")
+    return found
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """Make a whole file, or none. Raises OSError."""
+    made = folder / _UNFINISHED
+    try:
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb", 0) as file:
+            for part in snapshot.encode():
+                view = memoryview(part)
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        made.rename(folder / f"{_SNAPSHOT}{snapshot.segment:08}")
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
+    _sync_file(folder)
 
 
 def read_records(folder: Path, reader: Reader) -> Iterator[Record]:
-    """Yield all records of a journal, which may be another server's. Raises JournalError."""
-    segments = segments_of(folder)
+    """Yield the records of a journal, which may be another server's, with a reader that has read none.
+
+    Raises JournalError.
+    """
+    segments = [path for path in segments_of(folder) if _number(path) >= reader.first]
     for number, path in enumerate(segments):
-        if path.name != _name(number):
-            raise JournalError(f"{folder / _name(number)} is missing")
+        if path.name != _name(reader.first + number):
+            raise JournalError(f"{folder / _name(reader.first + number)} is missing")
         try:
             yield from reader.read(path.read_bytes())
         except OSError as error:
@@ -302,8 +436,17 @@ def read_records(folder: Path, reader: Reader) -> Iterator[Record]:
             raise JournalError(f"{path}: the record at byte {reader.end} is damaged, and later segments follow")
 
 
+def _nothing() -> None:
+    pass
+
+
 def _name(number: int) -> str:
-    return f"log-{number:08}"
+    return f"{_SEGMENT}{number:08}"
+
+
+def _number(path: Path) -> int:
+    """Return the number of a segment, or of the segment that follows a snapshot."""
+    return int(path.name[-8:])
 
 
 def _zeros(size: int) -> Iterator[bytes]:

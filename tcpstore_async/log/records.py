@@ -1,4 +1,4 @@
-"""Records: the events of a turn as a journal keeps them, and the segments that these fill. Without I/O.
+"""Records: the events of a turn as a journal keeps them, the segments that these fill, and snapshots. Without I/O.
 
 A segment is a header and records, then zeros. A record is
 
@@ -6,8 +6,8 @@ A segment is a header and records, then zeros. A record is
 
 The length is that of everything behind the crc. The crc is chained: it goes on from that of the record before, or of
 the segment's header, which goes on from the segment before. So a block that is old, or in another place, is not
-accepted. `outputs` is a checksum of all that links were given since the record before. This module must not know what
-an event is.
+accepted. `outputs` is a checksum of all that links were given since the record before. A snapshot has a state and the
+place behind the records that led to it. This module must not know what an event is, or a state.
 
 Invariant: what `Reader` returns was written, in this order, with nothing missing in between.
 """
@@ -37,6 +37,11 @@ _FIXED: Final = struct.Struct("<QdI")
 
 HEADER_BYTES: Final = _SEGMENT.size + 4
 
+_SNAPSHOT_MAGIC: Final = b"tcpstore state\0\0"
+_SNAPSHOT: Final = struct.Struct("<16sIIIIQdQ")
+"""Magic, FORMAT, REPLAY, the segment that follows, the crc and number of its first record, the time, and the length of
+the state, which follows; then a crc of everything."""
+
 
 class Record(NamedTuple):
     number: int
@@ -45,13 +50,50 @@ class Record(NamedTuple):
     events: bytes
 
 
+class Snapshot(NamedTuple):
+    """A state, and which records have led to it."""
+
+    segment: int
+    """The number of the segment whose records follow."""
+    number: int
+    """Of the first of these records."""
+    crc: int
+    """Of the record before."""
+    now: float
+    """The time of the last record."""
+    state: bytes
+    replay: int = REPLAY
+    """With which the state was made."""
+
+    def encode(self) -> list[bytes]:
+        """Return the contents of a file, in pieces."""
+        head = _SNAPSHOT.pack(
+            _SNAPSHOT_MAGIC, FORMAT, self.replay, self.segment, self.crc, self.number, self.now, len(self.state)
+        )
+        return [head, self.state, zlib.crc32(self.state, zlib.crc32(head)).to_bytes(4, "little")]
+
+
+def decode_snapshot(data: bytes) -> Snapshot:
+    """Return the snapshot of a file. Raises JournalError."""
+    if len(data) < _SNAPSHOT.size + 4:
+        raise JournalError("the snapshot is not whole")
+    magic, form, replay, segment, crc, number, now, size = _SNAPSHOT.unpack_from(data)
+    if magic != _SNAPSHOT_MAGIC:
+        raise JournalError("this is no snapshot")
+    if form != FORMAT:
+        raise JournalError(f"the snapshot was written in format {form}; this version has {FORMAT}")
+    if len(data) != _SNAPSHOT.size + size + 4 or zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
+        raise JournalError("the snapshot is damaged")
+    return Snapshot(segment, number, crc, now, data[_SNAPSHOT.size : -4], replay)
+
+
 class Chain:
     """Where a journal ends: what the next record continues."""
 
-    def __init__(self) -> None:
-        self.number: int = 0
+    def __init__(self, number: int = 0, crc: int = 0) -> None:
+        self.number = number
         """Of the next record."""
-        self.crc: int = 0
+        self.crc = crc
 
     def header(self) -> bytes:
         """Return the header of a segment that begins here."""
@@ -70,8 +112,11 @@ class Chain:
 class Reader:
     """Reads segments, one after the other."""
 
-    def __init__(self) -> None:
-        self.chain = Chain()
+    def __init__(self, after: Snapshot | None = None) -> None:
+        """Begin with the segment that follows this snapshot, or with the first one."""
+        self.chain = Chain() if after is None else Chain(after.number, after.crc)
+        self.first: int = 0 if after is None else after.segment
+        """The number of that segment."""
         self.end: int = 0
         """Where the last segment's records end, in bytes."""
         self.torn: int = 0
@@ -87,7 +132,8 @@ class Reader:
             raise JournalError("this is no segment of a journal")
         if form != FORMAT or replay != REPLAY:
             raise JournalError(
-                f"the segment was written in format {form} for replay {replay}; this version has {FORMAT} and {REPLAY}"
+                f"the segment was written by another version, in format {form} for replay {replay}; this one has "
+                f"{FORMAT} and {REPLAY}: start that version, and end it with SIGTERM, which leaves a snapshot only"
             )
         if (crc, number) != (chain.crc, chain.number):
             raise JournalError(f"the segment continues record {number}, but record {chain.number} is the next")

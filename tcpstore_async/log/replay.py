@@ -3,7 +3,7 @@
 The sessions' connections write nowhere: what they are given is reported. This module must not know where events come
 from.
 
-Invariant: nothing is refused for memory here: what was refused is in no event, and evictions are events.
+Invariant: nobody is evicted or refused for memory here but those noted, each at the same point of its event.
 """
 
 from collections import deque
@@ -12,14 +12,16 @@ from typing import Any, Final
 
 from ..base.clock import Recorder
 from ..base.errors import BudgetError, PeerError, ProtocolError
+from ..base.mypyc_shim import mypyc_attr
 from ..session.server import ServerSession
 from ..session.transport import Keeper, Transport
 from ..wire.values import Framed
-from .events import OPENED, RECEIVE, Engine, Event, EventRecorder, Reference, Refused, Reply, name_of
+from .events import OPENED, RECEIVE, Engine, Event, EventRecorder, Evicted, Reference, Reply, name_of
 
 _UNLIMITED: Final = 2**62
 
 
+@mypyc_attr(serializable=True)
 class Ghost(Transport):
     """A connection that is not there."""
 
@@ -65,10 +67,13 @@ class Replayer(Recorder):
         self.sessions: dict[int, ServerSession] = {}
         """Keyed by number."""
         self.numbers: dict[ServerSession, int] = {}
-        self._opened = 0
+        self.opened_sessions = 0
+        """How many sessions there were."""
         self._answers: deque[Any] = deque()
-        self._executions = 0
-        self._inquiries = 0
+        self._evicted: deque[Evicted] = deque()
+        """Whom the budget has evicted in this event, and does not know yet."""
+        self.inquiries = 0
+        """How many commands there were whose replies depend on what is no event."""
         self._recorder: EventRecorder | None = None
         """What records what happens from now on; None while events are executed again."""
 
@@ -76,18 +81,29 @@ class Replayer(Recorder):
         self._before.append((thing, name, getattr(thing, name)))
         setattr(thing, name, value)
 
+    def resume(self, sessions: dict[int, ServerSession], opened: int, inquiries: int) -> None:
+        """Continue with an engine that has a state already; see `snapshot.py`."""
+        self.sessions = sessions
+        self.numbers = {session: number for number, session in sessions.items()}
+        self.opened_sessions = opened
+        self.inquiries = inquiries
+        self.hub.budget.resize(_UNLIMITED)
+
     def hand_over(self, recorder: EventRecorder) -> None:
         """Execute no more: this records the events that follow. The engine gets back what it had before."""
         for thing, name, value in self._before:
             setattr(thing, name, value)
         self.hub.budget.resize(self._limit)
         self._recorder = recorder
-        recorder.go_on(self.numbers, self._opened, self._inquiries)
+        recorder.go_on(self.numbers, self.opened_sessions, self.inquiries)
 
     def execute(self, event: Event) -> None:
         self.hub.clock.now = event.now
-        self._answers = deque(event.answers)
-        self._executions = 0
+        self.hub.clock.points = 0
+        self._answers = deque(one for one in event.answers if not isinstance(one, Evicted))
+        self._evicted.extend(one for one in event.answers if isinstance(one, Evicted))
+        if self._evicted:
+            self.hub.budget.resize(-_UNLIMITED)  # whatever anybody wants, it is asked
         subject, given = self._find(event.subject), [self._find(one) for one in event.given]
         if event.method == OPENED:
             host, port, connected_at = given
@@ -99,7 +115,17 @@ class Replayer(Recorder):
                 getattr(subject, event.method)(*given)
             except PeerError:
                 pass  # of a link's connection, which is about to be closed
+        if event.answers:
+            self._evict_others(subject)
         self._report(subject)
+
+    def _evict_others(self, subject: Any) -> None:
+        """Evict whom a command evicted that was refused, or bytes that were held back: these are in no event."""
+        self.hub.budget.resize(_UNLIMITED)
+        while self._evicted:
+            victim = self._find(self._evicted.popleft().victim)
+            if victim is not None and victim is not subject:
+                victim.evict(BudgetError(0, 0, 0, 0))
 
     def _find(self, thing: Any) -> Any:
         """Return what a reference names; None if it is gone."""
@@ -119,6 +145,9 @@ class Replayer(Recorder):
                 return None if engine.links is None else engine.links.singles.get(name)
             case "link":
                 return None if engine.links is None else engine.links.links.get(name)
+            case "carrier":
+                link = None if engine.links is None else engine.links.known(name)
+                return None if link is None else link.carrier
             case "error":
                 return ProtocolError(name)
             case "answers":
@@ -149,20 +178,6 @@ class Replayer(Recorder):
     def receive(self, session: ServerSession, chunk: bytes) -> None:
         session.receive(chunk)
 
-    def receive_linked(self, session: ServerSession, payload: bytes) -> None:
-        self._executions += 1
-        answer = self._answers[0] if self._answers else None
-        if not isinstance(answer, Refused) or answer.execution != self._executions:
-            session.receive(payload)
-            return
-        self._answers.popleft()
-        kept = bytes(session.input_buffer or b"")
-        if session.input_buffer is not None:
-            session.input_buffer = bytearray()
-            session.need = 0
-        session.receive((kept + payload)[: answer.done])
-        raise BudgetError(0, 0, 0, 0)
-
     def answer(self, ask: Callable[[], Any]) -> Any:
         return self._answers.popleft()
 
@@ -170,8 +185,8 @@ class Replayer(Recorder):
         return secret  # it is hidden already
 
     def steps(self, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
-        self._inquiries += 1
-        return self._noted(self._inquiries, steps)
+        self.inquiries += 1
+        return self._noted(self.inquiries, steps)
 
     def _noted(self, command: int, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
         while self._recorder is None:
@@ -183,15 +198,22 @@ class Replayer(Recorder):
         return (yield from self._recorder.reply_of(command, steps))
 
     def opened(self, session: ServerSession) -> None:
-        self._opened += 1
-        self.sessions[self._opened] = session
-        self.numbers[session] = self._opened
+        self.opened_sessions += 1
+        self.sessions[self.opened_sessions] = session
+        self.numbers[session] = self.opened_sessions
 
     def left(self, session: ServerSession) -> None:
         del self.sessions[self.numbers.pop(session)]
 
-    def evicted(self, subject: Any, error: Exception) -> None:
+    def evicts(self, victim: Any, wanted: int) -> None:
         pass
+
+    def victims(self, wanted: int) -> list[Any]:
+        clock = self.hub.clock
+        victims = []
+        while self._evicted and self._evicted[0][:3] == (clock.points, clock.done, wanted):
+            victims.append(self._find(self._evicted.popleft().victim))
+        return victims
 
 
 def _ignore(*_: object) -> None:

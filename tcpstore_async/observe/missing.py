@@ -303,6 +303,9 @@ class Inquiry:
             fact["worlds"] = arrivals.worlds
         if self._described:
             self._describe(fact)
+        why_held = self._store.hub.why_held
+        if why_held:
+            fact["server"] = {**fact.get("server", {}), "why_held": why_held}
         return {name: found for name, found in fact.items() if found}
 
     def _describe(self, fact: Fact) -> None:

@@ -2,14 +2,14 @@
 
 Knows a Unix socket, requests and portions of replies. Must not draw conclusions from the facts that it passes on.
 Invariants: the store's peers are served between two portions, and a client that does not read delays no other. It works
-when the server has as many connections as it can hold. Only requests to drop a named store, or to end the server,
-change anything. The audit log has a line for each process's requests.
+when the server has as many connections as it can hold. Only requests to drop a named store, or to end or replace the
+server, change anything. The audit log has a line for each process's requests.
 
 A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`. The reply is lines of JSON: facts
 about the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`; `{"error": "…"}` ends
 it early. `"store": "…"` selects a named store; without it, sessions, counters and samples are those of all stores, and
 keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name, `"stop": true` the whole
-server.
+server; `"replace": "…"` has it pass its listening socket to the server that waits there, and leave its stores to that.
 """
 
 import asyncio
@@ -104,6 +104,10 @@ class Request(msgspec.Struct):
     store: str | None = None
     drop: str | None = None
     stop: bool = False
+    replace: str | None = None
+    """Where a server waits that is to take this one's place."""
+    persist: str = ""
+    """The directory of its journal."""
 
 
 @asynccontextmanager
@@ -251,6 +255,8 @@ class Admin:
         await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer closes once it has the whole reply
         if isinstance(request, Request) and request.stop and self.server.on_end is not None:
             self.server.on_end(None)
+        if isinstance(request, Request) and request.replace is not None and self.server.on_replace is not None:
+            self.server.on_replace(request.replace)
 
     async def _watch(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send samples of commands until the peer sends something, or leaves.
@@ -285,6 +291,8 @@ class Admin:
         user = _user(writer)
         if isinstance(request, Request) and request.stop:
             asked = "asked the server to stop"
+        elif isinstance(request, Request) and request.replace is not None:
+            asked = "asked the server to let another one take its place"
         elif isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
@@ -308,6 +316,14 @@ class Admin:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             return f"invalid request: {error}"
 
+    def _refusal(self, folder: str) -> str:
+        """Return why a server with a journal in this directory may not take this one's place; nothing if it may."""
+        persistence = self.server.persistence
+        if persistence is None or self.server.on_replace is None:
+            return "this server has no journal that another one could continue"
+        mine = os.path.realpath(persistence.journal.folder)
+        return "" if mine == folder else f"this server keeps its stores in {mine}, not in {folder}"
+
     def _facts(self, request: Request | str) -> Iterator[dict[str, Any]]:
         """Yield the lines of the reply, each computed in a turn. Empty ones are not sent."""
         if isinstance(request, str):
@@ -323,6 +339,11 @@ class Admin:
             if request.stop and server.on_end is None:
                 yield {"error": "this server ends with the process that started it"}
                 return
+            if request.replace is not None:
+                refusal = self._refusal(request.persist)
+                if refusal:
+                    yield {"error": refusal}
+                    return
             if request.store is not None:
                 named = server.named.stores.get(request.store)
                 found = None if named is None else history_of(named)
@@ -404,6 +425,7 @@ class Admin:
             "accepting": server.listener.fileno() >= 0,
             "connections": server.count,
             "max_connections": server.max_connections,
+            "why_held": server.store.hub.why_held,
         }
 
 

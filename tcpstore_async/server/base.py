@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -23,6 +24,7 @@ from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..log.events import Engine
 from ..log.journal import Journal
+from ..log.snapshot import NotNowError
 from ..session.budget import SESSION_BYTES
 from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.peer import Peer, latecomers
@@ -38,6 +40,7 @@ from .listen_socket import reserve_connections
 from .persistence import Persistence
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
+from .snapshots import Snapshots
 from .store_ports import StorePorts
 from .tls import ServerTls
 from .turn import LoopTurn
@@ -55,6 +58,12 @@ _MOST_REFUSED: Final = 1024
 
 _FAREWELL_SECONDS: Final = 1.0
 """Time for clients to ask for their sessions, which they do at once when their connections end."""
+
+_SEAL_SECONDS: Final = 2.0
+"""Time for commands under way to end before a snapshot of what they do."""
+
+_DISK_SECONDS: Final = 1.0
+"""Time between two looks whether a full disk has space."""
 
 _TICK_SECONDS: Final = 1.0
 """Time between two ticks of the links."""
@@ -89,6 +98,7 @@ class Server:
         self._validating = self._due(self._close_overdue)
         self._leaving = self._due(self._close_left)
         self._ticking = self._due(self._tick)
+        self._holding = self._due(self._watch_disk)
         self.store: Store = Store(limits, session_bytes=session_bytes)
         self.clock = self.turn.clock = self.store.hub.clock
         self.turn.begin()
@@ -105,9 +115,12 @@ class Server:
         self.store.keyspace.on_work = self._schedule_work
         self.persistence: Persistence | None = None
         """Keeps what has been executed, before anything leaves."""
+        self.snapshots: Snapshots | None = None
         self.on_end: Callable[[OSError | None], object] | None = None
         """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
         then nothing has left, and nothing more will."""
+        self.on_replace: Callable[[str], object] | None = None
+        """Called with the path where a server waits that takes this one's place."""
         self.named: NamedStores = features.named
         self.named.on_work = self._schedule_work
         self.named.on_released = lambda _: self._leaving.expect()
@@ -166,8 +179,15 @@ class Server:
         """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
         raise NotImplementedError
 
+    def resume_held(self) -> None:
+        """Continue with the connections whose requests waited for space on the disk. In a turn."""
+
     def release(self) -> None:
         """Free threads and descriptors once the last connection has been closed."""
+        raise NotImplementedError
+
+    def break_off(self, connection: Transport) -> None:
+        """Close a connection as if it had broken: what can survive that survives. In a turn; needs a journal."""
         raise NotImplementedError
 
     def call_soon(self, callback: Callable[[], object]) -> None:
@@ -186,7 +206,10 @@ class Server:
         """Continue with the stores of a journal, and keep it. Call it before `start`. Raises JournalError."""
         engine = Engine(self.store, self.named, self.links)
         self.persistence = Persistence(engine, self.links, self.turn, journal)
+        self.snapshots = Snapshots(journal, self.loop)
+        journal.on_made = lambda: self.loop.call_soon_threadsafe(self._holding.expect)
         with self.turn:
+            self._holding.expect()
             self._schedule_work()
             self.call_soon(self._serve_links)
             self._ticking.expect()
@@ -208,6 +231,7 @@ class Server:
             return
         with self.turn:
             pass  # what has happened is kept, and answered
+        self._stop_snapshots()
         self.persistence.close(True)
         self.persistence = None
         expected = len(self.links.singles) > 0
@@ -228,14 +252,17 @@ class Server:
         """
         if self.stopped:
             return
-        self.stopped = True
         self.stop_accepting()
         if self.persistence is not None:
+            self._stop_snapshots()
             with self.turn:
                 pass  # what has happened is kept, and answered
+            if not for_good and not self.persistence.journal.failed:
+                self._seal(self.persistence)
             self.persistence.close(for_good)
             if not self.persistence.journal.failed:
                 self.persistence = None
+        self.stopped = True
         with self.turn:
             self.ports.stop()
             if for_good:
@@ -245,11 +272,34 @@ class Server:
             for connection in self.open_connections():
                 connection.close()
         self.release()
-        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking):
+        for due in (self._counting, self._refusing, self._validating, self._leaving, self._ticking, self._holding):
             due.cancel()
         self.rate_limited.flush()
         self.audit.flush()
         self._note_empty()
+
+    def _stop_snapshots(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.close()
+
+    def _seal(self, persistence: Persistence) -> None:
+        """Keep a snapshot, so that the next server has nothing to execute again, whichever version it is."""
+        with self.turn:
+            persistence.break_all(self.break_off)
+            self.flush_pending()
+        deadline = time.monotonic() + _SEAL_SECONDS
+        while True:
+            self.work()
+            self._serve_links()
+            try:
+                persistence.seal()
+            except NotNowError:
+                if time.monotonic() < deadline:
+                    continue
+                log.warning("the next server has to execute what has happened again: a command takes too long")
+            except OSError as error:
+                log.warning("cannot make a snapshot of %s: %s", persistence.journal.folder, error.strerror)
+            return
 
     def lost(self, error: OSError) -> None:
         """Serve no more, as what has happened cannot be made durable: nobody must learn of it."""
@@ -627,6 +677,15 @@ class Server:
         if self.store.hub.pending_flush:
             self.flush_pending()
         return _TICK_SECONDS if more else None
+
+    def _watch_disk(self) -> float | None:
+        """Continue with what has waited for space on the disk, if there is space."""
+        if self.persistence is None or self.stopped:
+            return None
+        more = self.persistence.watch_disk()
+        if not self.store.hub.held:
+            self.resume_held()
+        return _DISK_SECONDS if more else None
 
     def _due(self, run: Callable[[], float | None]) -> Due:
         return Due(self.loop, self.call_soon, self.turn, run)

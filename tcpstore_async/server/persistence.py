@@ -8,7 +8,7 @@ the records have another effect than before, no client continues on a state that
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Final
 
 from ..base.errors import counted
@@ -18,9 +18,10 @@ from ..log.encoding import Encoder, JournalError, decode
 from ..log.events import Engine, EventRecorder
 from ..log.journal import Journal
 from ..log.records import Record
-from ..log.replay import Ghost, Replayer
-from ..session.server import ServerSession
-from ..session.transport import Transport
+from ..log.replay import Replayer
+from ..log.snapshot import dump, load
+from ..session.store import WRITES
+from ..session.transport import Keeper, Transport
 from .turn import LoopTurn
 
 log = logging.getLogger("tcpstore_async.server")
@@ -40,6 +41,19 @@ class _Recorder(EventRecorder):
         self.encoder.received(number, data)
 
 
+def execute(replayer: Replayer, record: Record, outputs: Outputs) -> bool:
+    """Execute the events of a record again; return whether links are sent what they were sent before."""
+    replayer.hub.clock.now = record.now
+    try:
+        for event in decode(record.events, record.now):
+            replayer.execute(event)
+    except JournalError:
+        raise
+    except Exception:
+        log.exception("record %d fails", record.number)
+    return outputs.take() == record.outputs
+
+
 class Persistence:
     """The journal of one server."""
 
@@ -49,72 +63,72 @@ class Persistence:
         self._engine = engine
         self._turn = turn
         self._clock = engine.root.hub.clock
+        self._links = links
         self._encoder = Encoder()
         """Has the events of the turn."""
+        self._recorder: _Recorder
         self._outputs = links.outputs = Outputs()
         links.durable = True
         self.records: int = 0
         """How many records were executed again."""
-        self._replay(links)
+        self._replay()
 
     # The start
 
-    def _replay(self, links: LinkRegistry) -> None:
+    def _replay(self) -> None:
         replayer = Replayer(self._engine, lambda session, pieces: None)
         differs = False
         began = time.monotonic()
+        snapshot = self.journal.snapshot
+        if snapshot is not None:
+            self._clock.now = snapshot.now
+            load(snapshot.state, replayer)
         for record in self.journal.read():
             self.records += 1
-            self._clock.now = record.now
-            if not self._same(replayer, record) and not differs:
+            if not execute(replayer, record, self._outputs) and not differs:
                 differs = True
                 log.error(
                     "record %d in %s had another effect than before: no client can continue its session",
                     record.number,
                     self.journal.folder,
                 )
-        recorder = _Recorder(self._engine, self._encoder)
-        replayer.hand_over(recorder)
+        if self.journal.cut:
+            what = f"{counted(self.journal.cut, 'byte')} of a record that was not whole in {self.journal.folder}"
+            log.warning("cut %s: nobody was answered for it", what)
+        self._recorder = _Recorder(self._engine, self._encoder)
+        replayer.hand_over(self._recorder)
         last = self._clock.now
         self._turn.begin()
-        if not self.records:
+        if not self.records and snapshot is None:
             return
         seconds = time.monotonic() - began
-        log.info("executed %s of %s again in %.1f s", counted(self.records, "record"), self.journal.folder, seconds)
+        what = f"executed {counted(self.records, 'record')} of {self.journal.folder} again"
+        log.info("%s%s in %.1f s", "" if snapshot is None else "read a snapshot and ", what, seconds)
         self._turn.offset = last - self._clock.now  # the time without a server is nobody's fault
         self._turn.begin()
-        self._break(recorder.numbers, links)
+        self.break_all(lambda connection: connection.leave(True))
         if differs:
-            links.instance = _UNKNOWN
+            self._links.instance = _UNKNOWN
         self.commit()
 
-    def _same(self, replayer: Replayer, record: Record) -> bool:
-        """Execute the events of a record; return whether links are sent what they were sent before."""
-        try:
-            for event in decode(record.events, record.now):
-                replayer.execute(event)
-        except JournalError:
-            raise
-        except Exception:
-            log.exception("record %d in %s fails", record.number, self.journal.folder)
-        return self._outputs.take() == record.outputs
-
-    def _break(self, sessions: Iterable[ServerSession], links: LinkRegistry) -> None:
-        """Break all connections, as they are gone: events like any others."""
-        hub = self._engine.root.hub
+    def break_all(self, give_up: Callable[[Transport], object]) -> None:
+        """Break all connections, as they are gone, or about to go: events like any others."""
+        hub, links = self._engine.root.hub, self._links
+        sessions = self._recorder.numbers
         for link in list(links.attaching):
             link.attach()
         if self._engine.named is not None:
             self._engine.named.restart(self._clock.now + links.grace)
         for session in list(sessions):
             owner = session.owner
-            if isinstance(owner, Ghost):
-                owner.leave(True)
+            if isinstance(owner, Transport) and not isinstance(owner, Keeper) and not owner.shares_connection():
+                give_up(owner)
         for evicted in list(hub.evicted):
             owner = evicted.owner
             if isinstance(owner, Transport):
                 owner.close()
         links.restart()
+        links.hold(0)
         hub.pending_flush.extend(session for session in sessions if session.out)
 
     # Each turn
@@ -124,6 +138,38 @@ class Persistence:
         events = self._encoder.take()
         if events or self.journal.failed:
             self.journal.append(self._clock.now, self._outputs.take(), events)
+            if not self.journal.spare:
+                self._hold()
+
+    def watch_disk(self) -> bool:
+        """Let commands wait no longer if the disk has space; else look again soon: return True."""
+        self._hold()
+        if self.journal.refused:
+            self.journal.make_ahead()
+        return bool(self.journal.refused)
+
+    def _hold(self) -> None:
+        """Have commands wait, or wait no longer, as the journal has space."""
+        hub, journal = self._engine.root.hub, self.journal
+        shortage = journal.shortage()
+        if shortage != hub.held:
+            self._links.hold(shortage)
+        why = ""
+        if shortage and journal.refused:
+            what = "writes wait, reads go on" if shortage == WRITES else "everything waits"
+            why = f"the journal cannot grow ({journal.refused}): {what}"
+        if why == hub.why_held:
+            return
+        hub.why_held = why
+        if why:
+            log.warning("%s until there is space for %s", why, journal.folder)
+        else:
+            log.warning("there is space for %s again: nothing waits", journal.folder)
+
+    def seal(self) -> None:
+        """Keep a snapshot instead of all records. Raises NotNowError and OSError."""
+        self.commit()
+        self.journal.seal(self._clock.now, dump(self._recorder))
 
     def close(self, for_good: bool) -> None:
         """Record no more. What clients see now does not matter to those that come back: nothing is written of it.

@@ -56,7 +56,8 @@ _SHORT: Final = 4096
 """Replies of more bytes count towards `_HELD_BYTES`."""
 
 _HELD_BYTES: Final = 1024 * 1024
-"""Bytes of long replies at which a turn ends early: the budget does not count replies that wait for its end."""
+"""Bytes of long replies at which a turn ends early: the budget does not count replies that wait for its end. With a
+journal, bytes of requests count, too: a record must fit into what is left of a full disk."""
 
 _JOINED: Final = 512 * 1024
 """Replies up to this size are joined for one write: twice what two reads of the shortest commands are answered. Larger
@@ -75,7 +76,7 @@ class Connection(Transport):
         self.hung_up = False
         """Whether the peer sends no more: read to the end, as no further event will be reported."""
         self.queued = False
-        """Whether reading is deferred to a later turn of the loop; until then nothing else may read."""
+        """Whether reading is deferred to a later turn, or until the disk has space: nothing else may read meanwhile."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
 
@@ -96,6 +97,9 @@ class Connection(Transport):
             return
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
+                return
+            if session.waits_for_space():
+                self.server.hold(self)
                 return
             # A command that runs in steps continues though its peer does not read: others may wait for its end.
             if session.unsent > self.server.high_water and session.running is None:
@@ -262,6 +266,8 @@ class Connection(Transport):
             server.closing.append(fd)
         if server.refused:
             server.refused.pop(self, None)
+        if server.waiting:
+            server.waiting.pop(self, None)
         self.leave(broken)
         server.closed(self)
 
@@ -291,7 +297,10 @@ class Connection(Transport):
             self.server.poller.pause(self.fd)
 
     def _count_received(self, count: int) -> None:
-        self.server.received += count
+        server = self.server
+        server.received += count
+        if server.persistence is not None:
+            server.held_bytes += count
         if self.single is not None:
             self.single.received(count)
 
@@ -508,11 +517,13 @@ class UvServer(base.Server):
         self.held: list[Connection] = []
         """Connections with replies, which are written at the end of the turn; some more than once."""
         self.held_bytes: int = 0
-        """Bytes of their long replies; those of a connection may be counted more than once."""
+        """Bytes of their long replies; those of a connection may be counted more than once. See `_HELD_BYTES`."""
         self.closing: list[int] = []
         """Descriptors that are closed once what has happened is durable."""
         self.refused: dict[Connection, PeerError] = {}
         """Connections that are closed behind these replies, and why."""
+        self.waiting: dict[Connection, None] = {}
+        """Connections that are not read until the disk has space."""
         self.turn.end = self._write_held
         self._deferred: list[Connection] = []
         """Connections with more to read."""
@@ -530,6 +541,10 @@ class UvServer(base.Server):
     def open_connections(self) -> list[Transport]:
         found: list[Transport] = [connection for connection in self.connections if connection is not None]
         return [*found, *self.tls_connections.values()]
+
+    def break_off(self, connection: Transport) -> None:
+        if isinstance(connection, Connection):
+            connection.lost(OSError(errno.ECONNRESET, "the server ends"))
 
     def release(self) -> None:
         for fd in self.closing:
@@ -603,7 +618,10 @@ class UvServer(base.Server):
     def _write_held(self) -> None:
         """Write what this turn has to send, and close what was to be closed behind it."""
         connections = self.connections
+        self.held_bytes = 0
         while self.held:
+            if self.store.hub.pending_flush:  # a command behind those that woke them has failed
+                self.flush_pending()
             held, self.held = self.held, []
             self.held_bytes = 0
             if self.persistence is not None and not self._commit(self.persistence, held):
@@ -727,6 +745,16 @@ class UvServer(base.Server):
             self.call_soon(self._resume)
         connection.queued = True
         self._deferred.append(connection)
+
+    def hold(self, connection: Connection) -> None:
+        """Continue reading when the disk has space."""
+        connection.queued = True
+        self.waiting[connection] = None
+
+    def resume_held(self) -> None:
+        waiting, self.waiting = self.waiting, {}
+        for connection in waiting:
+            self.defer(connection)
 
     def _resume(self) -> None:
         with self.turn:

@@ -119,7 +119,7 @@ class Guards:
         self.table = table
         self.accounts: dict[str, Account] = {}
         """What the holders of tokens with limits have stored here, by the token's id. Not of the root."""
-        self._guarded: dict[Access | None, tuple[Guard, list[Slot | None]]] = {}
+        self.guarded: dict[Access | None, tuple[Guard, list[Slot | None]]] = {}
         """None: of sessions that have to authenticate."""
 
     def grant(self, session: Peer, access: Access | None) -> None:
@@ -146,10 +146,10 @@ class Guards:
         usage = self.auth.usage.get(access.identity)
         if usage is not None:
             usage.sessions.discard(session)
-        guard = self._guarded[access][0]
+        guard = self.guarded[access][0]
         guard.sessions -= 1
         if not guard.sessions:
-            del self._guarded[access]
+            del self.guarded[access]
             if usage is not None:
                 usage.guards -= 1
                 self.auth.forget_unused(usage)
@@ -160,7 +160,7 @@ class Guards:
         `ended` returns why that is so, or nothing.
         """
         invalid = False
-        for access, (guard, _) in self._guarded.items():
+        for access, (guard, _) in self.guarded.items():
             guard.ended = "" if access is None else ended(access)
             invalid = invalid or guard.ended != ""
         return invalid
@@ -168,13 +168,13 @@ class Guards:
     def why_ended(self, session: Peer) -> str:
         """Return why the token of a session is no longer valid; empty if it is, or has none."""
         access = self.auth.access_of(session)
-        found = None if access is None else self._guarded.get(access)
+        found = None if access is None else self.guarded.get(access)
         return "" if found is None else found[0].ended
 
     def account_of(self, session: Peer) -> Account | None:
         """Return what is counted in this store for the token of a session, if that is limited."""
         access = self.auth.access_of(session)
-        found = None if access is None else self._guarded.get(access)
+        found = None if access is None else self.guarded.get(access)
         return None if found is None else found[0].account
 
     def table_of(self, session: Peer) -> list[Slot | None]:
@@ -189,7 +189,7 @@ class Guards:
         if session.table is self.table.commands:
             return self.table.slot(opcode)
         access = self.auth.granted.get(session)
-        found = self._guarded.get(access)
+        found = self.guarded.get(access)
         if found is None or found[1] is not session.table:
             return None  # it has not sent VALIDATE, or is evicted
         slot = self.table.slot(opcode)
@@ -200,15 +200,19 @@ class Guards:
 
     def all_slots(self) -> list[Slot]:
         """Return the slots that there are."""
-        return [slot for _, table in self._guarded.values() for slot in table if slot is not None]
+        return [slot for _, table in self.guarded.values() for slot in table if slot is not None]
 
     def clear(self) -> None:
         """Forget all guards, and the store, which has ended."""
-        self._guarded.clear()
+        self.guarded.clear()
         self.table = self.table.root
 
+    def guard(self, access: Access | None) -> Guard:
+        """Return the guard of sessions with this access."""
+        return self._guard(access)[0]
+
     def _guard(self, access: Access | None) -> tuple[Guard, list[Slot | None]]:
-        found = self._guarded.get(access)
+        found = self.guarded.get(access)
         if found is not None:
             return found
         auth, keyspace, name = self.auth, self.table.keyspace, self.table.name
@@ -225,7 +229,7 @@ class Guards:
             identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
         guard = Guard(keyspace, access, account, identity, auth.authenticate is None, name or None)
         table: list[Slot | None] = [None] * 256
-        self._guarded[access] = guard, table
+        self.guarded[access] = guard, table
         return guard, table
 
     def _guarded_slot(self, guard: Guard, slot: Slot) -> Slot:

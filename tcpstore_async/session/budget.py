@@ -90,6 +90,7 @@ class Budget(Pins):
         """The active store."""
         self.keyspace = share.keyspace
         """Its keyspace."""
+        self.clock = share.keyspace.clock
         self.others: int = 0
         """Bytes counted for everything but the active store, pinned pieces included."""
         self.lists: int = 0
@@ -105,6 +106,8 @@ class Budget(Pins):
         """Bytes that may be used before the next eviction."""
         self._first_mark: int = 0
         self._second_mark: int = 0
+        self._wanted: int = -1
+        """The size that the store wants to have, while room is made for that."""
         self.resize(limit)
         self.keyspace.on_full = self._evict_for_growth
 
@@ -125,7 +128,7 @@ class Budget(Pins):
     def switch(self, share: StoreShare) -> None:
         """Make another store the active one."""
         self.attribute()
-        self._drop_listing()
+        self.drop_listing()
         before = self.share
         before.counted = self.keyspace.size
         self.share = share
@@ -178,7 +181,7 @@ class Budget(Pins):
         share = self.share
         self.seen = keyspace.size
         if self._listing is not None and self._listing.changes != keyspace.changes:
-            self._drop_listing()
+            self.drop_listing()
         before = share.stored
         stored = share.stored = keyspace.size - keyspace.parked
         if stored > before:
@@ -200,7 +203,7 @@ class Budget(Pins):
 
     def expect_listing(self, size: int, holder: Holder) -> None:
         """Make sure that there is memory for a listing of so many bytes. Raises BudgetError if not."""
-        self._drop_listing()
+        self.drop_listing()
         self.charge(size)
         try:
             self.relieve(holder)
@@ -210,11 +213,12 @@ class Budget(Pins):
     def keep_listing(self, listing: KeyListing) -> None:
         """Cache a listing until the keys change, so that clients that ask at the same time share one copy."""
         if listing.size > CHUNK and listing.changes == self.keyspace.changes:
-            self._drop_listing()
+            self.drop_listing()
             self._listing = listing
             self.charge(listing.size)
 
-    def _drop_listing(self) -> None:
+    def drop_listing(self) -> None:
+        """Forget the cached reply to LIST_KEYS."""
         listing = self._listing
         if listing is not None:
             self._listing = None
@@ -222,10 +226,11 @@ class Budget(Pins):
 
     def relieve(self, holder: Holder) -> None:
         """Evict a peer if too much is used, now that `holder` holds more. Raises BudgetError if that is `holder`."""
-        if self.used() <= self._next:
+        self.clock.points += 1
+        if self.used() <= self._next or self._did_before(holder, -1):
             return
         self.attribute()
-        self._drop_listing()
+        self.drop_listing()
         used = self.used()
         victim, most = self._largest(self._holds)
         self._next = min(self.limit, max(self._first_mark, used + self.limit // _STEP))
@@ -241,9 +246,11 @@ class Budget(Pins):
 
     def _evict_for_growth(self, growth: int) -> None:
         """Evict peers so that the store may grow above a mark. Raises BudgetError if it must not grow."""
-        self.attribute()
-        self._drop_listing()
         serving = self.share.serving()
+        if self._did_before(serving, self.keyspace.size + growth):
+            return
+        self.attribute()
+        self.drop_listing()
         used = self.used() + growth
         if used > self._next:
             victim, most = self._largest(self._holds)
@@ -253,13 +260,26 @@ class Budget(Pins):
         while self.used() + growth > self._second_mark:
             victim, most = self._largest(self._releases)
             if victim is None or victim is serving or most < self.used() + growth - self._second_mark:
-                self.charge(0)
-                raise BudgetError(used, self._second_mark, self.limit, 0 if serving is None else self._holds(serving))
+                victim = serving
+                most = 0 if serving is None else self._holds(serving)
             self._remove(victim, serving, most, used, self._second_mark)
         self.charge(0)
 
-    def _remove(self, victim: Holder, serving: Holder | None, held: int, used: int, allowed: int) -> None:
-        if victim is serving:
+    def _did_before(self, serving: Holder | None, wanted: int) -> bool:
+        """Evict whom it has evicted at this point, if events are executed again. Raises BudgetError."""
+        self._wanted = wanted
+        recorder = self.clock.recorder
+        if recorder is None or not recorder.again:
+            return False
+        for victim in recorder.victims(wanted):
+            self._remove(victim, serving, 0, 0, 0)
+        return True
+
+    def _remove(self, victim: Holder | None, serving: Holder | None, held: int, used: int, allowed: int) -> None:
+        recorder = self.clock.recorder
+        if recorder is not None:
+            recorder.evicts(victim, self._wanted)
+        if victim is None or victim is serving:
             self.charge(0)  # a local variable for the error would make a cycle with the frames, and the request in them
             raise BudgetError(used, allowed, self.limit, held)
         victim.evict(BudgetError(used, allowed, self.limit, held))

@@ -138,12 +138,12 @@ class SharedKeys(CountedList):
                 if data.startswith(raw, at):
                     return self.execute(known), stop
             elif raw.startswith(data[at:end]):
-                return _EqualSoFar(self, known, end - at, end), -(end + 1)
+                return EqualSoFar(self, known, end - at, end), -(end + 1)
         keys: list[bytes] = []
         stop = take_keys(keys, count, data, at + PREFIX, end, limits)
         if len(keys) == count and stop - at <= limits.request_bytes and stop - at <= limits.request_key_bytes:
             return self.execute(cache.add(data[at:stop], keys)), stop
-        return _PartialKeys(self, count, keys, stop - at).decode(call, data, stop, end, limits)
+        return PartialKeys(self, count, keys, stop - at).decode(call, data, stop, end, limits)
 
     def execute(self, listed: KeyList) -> Any:
         result = self.call(listed)
@@ -156,7 +156,7 @@ class SharedKeys(CountedList):
         return self.execute(self.cache.add(self.encode((keys,)), keys))
 
 
-class _PartialKeys(PartialList):
+class PartialKeys(PartialList):
     """A list of keys of which a part has arrived that does not equal a known list."""
 
     def __init__(self, codec: SharedKeys, count: int, keys: list[bytes], size: int) -> None:
@@ -170,7 +170,7 @@ class _PartialKeys(PartialList):
 _NO_ITEMS: Final[list[Any]] = []
 
 
-class _EqualSoFar(PartialRequest):
+class EqualSoFar(PartialRequest):
     """A list of keys of which a part has arrived that equals the start of a known list."""
 
     def __init__(self, codec: SharedKeys, known: KeyList, size: int, at: int) -> None:
@@ -204,7 +204,7 @@ class _EqualSoFar(PartialRequest):
         count = len(known.keys)
         cut = take_keys(keys, count, known.raw, PREFIX, self.size, limits)
         before = known.raw[cut : self.size]
-        partial = _PartialKeys(self.codec, count, keys, cut)
+        partial = PartialKeys(self.codec, count, keys, cut)
         result, stop = partial.decode(call, before + data[at:end], 0, len(before) + end - at, limits)
         shift = at - len(before)  # from the joined bytes to `data`
         if stop >= 0:

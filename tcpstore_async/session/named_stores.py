@@ -22,6 +22,7 @@ import msgspec
 
 from ..base.addresses import spelled
 from ..base.errors import NotAllowedError, PeerError, ProtocolError
+from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.steps import Later, Running, Steps, free_dict
 from ..keyspace.waiter_types import AWAITING_STORE, IDLE, Waiter
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
@@ -94,6 +95,7 @@ class StoreEnded(PeerError):
     """The store that a session was in has ended."""
 
 
+@mypyc_attr(serializable=True)
 class Entry:
     """An ENTER: what a session has said about the store that it wants to be in."""
 

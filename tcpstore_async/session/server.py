@@ -19,7 +19,7 @@ from ..wire.commands import BY_OPCODE
 from ..wire.values import Framed, length
 from .session import Session
 from .slots import NO_COMMANDS, Slot
-from .store import Store
+from .store import WRITES, Store
 from .tls import HANDSHAKE
 
 
@@ -29,8 +29,8 @@ class ServerSession(Session):
     def receive(self, chunk: bytes) -> None:
         """Take bytes, execute the commands that are complete, and put their replies into `out`.
 
-        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each step of a long
-        command; see `stalled`. Raises PeerError.
+        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, after each step of a long command,
+        and before a command that has to wait for space on the disk; see `stalled`. Raises PeerError.
         """
         # What rarely happens is in methods of its own: compiled, the common path then takes fewer cache lines.
         store = self.store
@@ -41,7 +41,10 @@ class ServerSession(Session):
             recorder.receive(self, chunk)
             return
         clock.done = -1
+        clock.points += 1
+        begun = 0
         if self.input_buffer is not None:
+            begun = min(self.need, 1)  # then the beginning of the first request is in the journal, and it may end
             joined = self._join_kept(chunk)
             if joined is None:
                 return
@@ -56,6 +59,7 @@ class ServerSession(Session):
             self.heard_at = clock.now
         limits = store.limits
         high_water = limits.unsent_high_water
+        holding = store.hub.held
         out = self.out
         end = len(chunk)
         at = held = 0
@@ -76,10 +80,16 @@ class ServerSession(Session):
                 slot = self.table[chunk[at]]
                 if slot is None:  # not sent in this store before, or refused
                     slot = self._missing(chunk[at])
+                if holding and at >= begun and (slot.writes or holding > WRITES):
+                    self._stall(chunk, at)
+                    return
                 self.slot = slot
                 result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
             else:
                 slot = self.slot
+                if holding and begun <= at < end and (slot.writes or holding > WRITES):
+                    self._stall(chunk, at)
+                    return
                 held = self.held
                 result, stop = self._decode_more(partial, chunk, at)
                 if stop == 0 and result is partial:  # a link stopped early, within its first frame
@@ -191,11 +201,26 @@ class ServerSession(Session):
         return partial if isinstance(partial, LargeValue) and self.input_buffer is None else None
 
     def stalled(self) -> bool:
-        """Whether requests are held back until replies have been sent; `receive(b"")` continues with them.
+        """Whether requests are held back until replies have been sent, or the disk has space.
+
+        `receive(b"")` continues with them.
 
         While a command is `running`, `receive(b"")` continues it whatever is unsent.
         """
         return self.input_buffer is not None and self.need == 0
+
+    def waits_for_space(self) -> bool:
+        """Whether its next command, or the rest of one that is arriving, has to wait for space on the disk."""
+        holding = self.store.hub.held
+        if not holding or self.running is not None:
+            return False
+        if holding > WRITES:
+            return True
+        if self.partial is not None:
+            return self.slot.writes
+        kept = self.input_buffer
+        slot = self.table[kept[0]] if kept else None
+        return slot is not None and slot.writes
 
     def waits_for_work(self) -> bool:
         """Whether its command in steps may be waiting until the keyspace's deferred work has woken waiters."""
@@ -274,7 +299,7 @@ class ServerSession(Session):
                 keyspace.running.account = account
 
     def _stall(self, chunk: bytes, at: int) -> None:
-        """Hold back requests, as the peer reads its replies too slowly."""
+        """Hold back requests, as the peer reads its replies too slowly or the disk has no space."""
         self._keep(chunk, at, 0)
 
     def check_reply_size(self, size: int) -> None:

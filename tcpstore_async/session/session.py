@@ -164,12 +164,8 @@ class Session(Peer):
 
     def evict(self, error: PeerError) -> None:
         hub = self.store.hub
-        recorder = hub.clock.recorder
-        if recorder is not None:
-            if not recorder.inside:
-                recorder.enter(self, "evict", error)
-                return
-            recorder.evicted(self, error)
+        if hub.clock.enters(self, "evict", error):
+            return
         hub.evicted[self] = error
         self.table = NO_COMMANDS
         self._let_go()

@@ -31,6 +31,8 @@ class Slot:
         self.call = call
         self.lasting = command.flags & _LASTING != 0 and command.method != "ping"
         """Whether it may change anything, as opposed to a request whose reply is all that matters."""
+        self.writes = command.flags & MUTATES != 0
+        """Whether it waits while the disk has no space: see `Hub.held`."""
         self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
         self._unwatched: list[Handler] = []

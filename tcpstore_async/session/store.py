@@ -29,6 +29,9 @@ from .table import Commands, Table, Watcher
 PORTION: Final = 1000
 """Keys, or waiters, of a command that are handled in one step: half a millisecond at most, compiled."""
 
+WRITES: Final = 1
+EVERYTHING: Final = 2
+
 _CLOSING: Final = 16
 """Closing a session costs as much as handling this many keys."""
 
@@ -61,6 +64,9 @@ class Hub(Commands):
         """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
         self.unvalidated_on_links: OrderedDict[Peer, bool] = OrderedDict()
         """Sessions on links that have not sent VALIDATE, oldest first."""
+        self.held: int = 0
+        """What is not executed until the server's disk has space: 0 for nothing, WRITES, or EVERYTHING."""
+        self.why_held: str = ""
         self.on_leave: Callable[[Any], object] | None = None
         """Called with each session that leaves."""
         self.on_return: Callable[[Any], object] | None = None

@@ -11,6 +11,7 @@ from collections import deque
 from itertools import islice
 from typing import Any, Final
 
+from ..base.mypyc_shim import mypyc_attr
 from ..wire.values import Framed
 
 _UNSENT_BYTES: Final = 1024
@@ -32,6 +33,7 @@ PIECES: Final = 256
 """Most pieces in one write."""
 
 
+@mypyc_attr(serializable=True)
 class Pin:
     """A piece of a reply kept by reference, however many replies share it."""
 
@@ -56,6 +58,7 @@ class Pins:
         raise NotImplementedError
 
 
+@mypyc_attr(serializable=True)
 class Unsent:
     """The replies to one peer that the kernel has not accepted, in order."""
 

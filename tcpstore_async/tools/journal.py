@@ -4,6 +4,8 @@ Knows the files, and commands as they arrived. Must not know what an event does;
 Invariant: values, tokens and secrets are printed only on request, or not at all.
 """
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +16,10 @@ from ..base.errors import PeerError, counted
 from ..cli.output import print_json, print_result
 from ..log.encoding import JournalError, decode
 from ..log.events import RECEIVE, Event
-from ..log.journal import read_records, segments_of
+from ..log.journal import read_records, read_snapshot, segments_of
 from ..log.records import Reader
+from ..log.snapshot import sessions_of
+from ..server.snapshots import NOT_NOW, give_way, make_snapshot
 from ..wire.codecs import Fields
 from ..wire.commands import Command
 from ..wire.values import unpack
@@ -43,16 +47,17 @@ def verify(folder: Path) -> None:
     A record at the end that is not whole is no error: the server was killed, or its machine went down, while it was
     written, and nobody was answered. Exits with 1 if the journal is damaged.
     """
-    reader = Reader()
     try:
+        snapshot = read_snapshot(folder)
+        reader = Reader(snapshot)
         count = sum(1 for _ in read_records(folder, reader))
     except JournalError as error:
         raise click.ClickException(f"the journal is damaged: {error}") from None
-    segments = segments_of(folder)
+    segments = [path for path in segments_of(folder) if int(path.name[-8:]) >= reader.first]
+    before = "" if snapshot is None else f"a snapshot behind {counted(snapshot.number, 'record')}, and "
     torn = f", and {counted(reader.torn, 'byte')} of one that is not whole, which the next server cuts"
-    print_result(
-        f"{counted(count, 'record')} in {counted(len(segments), 'segment')}, all whole{torn if reader.torn else ''}"
-    )
+    records = f"{counted(count, 'record')} in {counted(len(segments), 'segment')}"
+    print_result(f"{before}{records}, all whole{torn if reader.torn else ''}")
 
 
 @journal.command()
@@ -78,9 +83,36 @@ def dump(folder: Path, values: bool, first: int, output: str) -> None:
         raise click.ClickException(str(error)) from None
 
 
+@journal.command(hidden=True)
+@_folder
+@click.pass_context
+def snapshot(context: click.Context, folder: Path) -> None:
+    """Make a snapshot behind the complete segments of the journal in FOLDER, for the server that holds it.
+
+    Ends when standard input does.
+    """
+    give_way()
+    threading.Thread(target=_follow, daemon=True).start()
+    try:
+        if make_snapshot(folder):
+            context.exit(NOT_NOW)
+    except (JournalError, OSError) as error:
+        raise click.ClickException(f"cannot make a snapshot of {folder}: {error}") from None
+
+
+def _follow() -> None:
+    """End this process when its owner has closed the other end of its standard input."""
+    while os.read(0, 1 << 16):
+        pass
+    os._exit(1)
+
+
 def _events(folder: Path, values: bool) -> Iterator[tuple[int, float, str]]:
     decoders: dict[int, RequestDecoder | None] = {}
-    for record in read_records(folder, Reader()):
+    snapshot = read_snapshot(folder)
+    if snapshot is not None:  # requests of older sessions may have begun before it
+        decoders.update(dict.fromkeys(sessions_of(snapshot.state)))
+    for record in read_records(folder, Reader(snapshot)):
         for event in decode(record.events, record.now):
             for what in _describe(event, decoders, values):
                 yield record.number, record.now, what

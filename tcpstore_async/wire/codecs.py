@@ -16,6 +16,7 @@ from librt.strings import read_i64_le
 
 from ..base.errors import LimitError, ProtocolError
 from ..base.limits import Limits
+from ..base.mypyc_shim import mypyc_attr
 from .receive_buffer import resize_uninitialized
 from .values import ABSENT, PREFIX, Framed, pack
 
@@ -66,6 +67,7 @@ FIELD_LAYOUTS: Final = {
 list of keys, pairs of key and value, pairs of name and value."""
 
 
+@mypyc_attr(serializable=True)
 class PartialRequest:
     """The state of a request that has been decoded in part."""
 
@@ -249,7 +251,7 @@ class _KeyValues(_BeginsWithKey):
     def decode_values(
         self,
         fields: list[Any],
-        partial: "_PartialValues | None",
+        partial: "PartialValues | None",
         call: Handler,
         data: bytes,
         at: int,
@@ -316,7 +318,7 @@ class _KeyValueNumbers(_BeginsWithKey):
         return pack(fields[0]) + value + self.numbers.pack(*fields[2:])
 
 
-class _PartialValues(PartialRequest):
+class PartialValues(PartialRequest):
     """A request whose first value was large and has arrived, while the second is incomplete."""
 
     def __init__(self, codec: _KeyValues, fields: list[Any]) -> None:
@@ -360,7 +362,7 @@ class LargeValue(PartialRequest):
         if self.filled < self.size:
             return self, -(end + 1)
         fields = [*self.items, self.buffer]
-        return self.codec.decode_values(fields, _PartialValues(self.codec, fields), call, data, self.at, end, limits)
+        return self.codec.decode_values(fields, PartialValues(self.codec, fields), call, data, self.at, end, limits)
 
     def held(self) -> int:
         return self.filled + sum(map(len, self.items))

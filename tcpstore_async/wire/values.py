@@ -14,6 +14,7 @@ from struct import Struct
 from typing import Final
 
 from ..base.errors import ProtocolError
+from ..base.mypyc_shim import mypyc_attr
 
 PREFIX: Final = 8
 """Length of a framed value's length prefix, in bytes."""
@@ -52,6 +53,7 @@ Value = Framed | list[Framed]
 """A value in a reply: one piece or, if it is large and was appended to, several."""
 
 
+@mypyc_attr(serializable=True)
 class Growing:
     """A value under APPEND: immutable pieces and a growing tail."""
 

@@ -1,9 +1,10 @@
 """Kills a server with a journal, again and again, under load: nothing is lost, executed twice, or left unanswered.
 
-    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure] [--replay]
+    python tests/faults/kills.py --kills 100 [--seed 1] [--sync always] [--secure] [--replay] [--builds A:B]
+    python tests/faults/kills.py --how replace    another server takes over each time, or `term`: SIGTERM
 
 Each call of each client is checked as it returns, and all queues, counters and values at the end. Prints one line of
-JSON for each run of 30 kills; the exit status is 1 if anything was wrong.
+JSON for each run of 100 kills; the exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,13 +43,17 @@ TIMEOUT = 60.0
 MANY_KILLS = 300.0
 """Seconds that a constructor has, which every kill sends back to where its session cannot survive."""
 
-A_RUN = 30
-"""Kills before the next run, with an empty journal: each is executed again from its beginning."""
+REST = 0.2
+"""Seconds from one kill to the next, at least."""
+
+A_RUN = 100
+"""Kills before the next run, with an empty journal."""
 
 GRACE = "15"
 """A named store whose owner was closed while there was no server ends after so many seconds; the next one waits."""
 
 LARGE = 300_000
+MOST_TEXT = 50_000
 MANY = 3000
 END = b"end"
 
@@ -56,20 +62,34 @@ class Server:
     """A server at one port and directory, which is killed and comes back."""
 
     def __init__(
-        self, folder: Path, port: int, options: list[str], env: dict[str, str], program: Sequence[str] = PROGRAM
+        self,
+        folder: Path,
+        port: int,
+        options: list[str],
+        env: dict[str, str],
+        how: str = "kill",
+        builds: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self.folder = folder
         self.port = port
         self.options = options
         self.env = env
         self.program = program
+        self.how = how
+        self.builds = builds
+        """Folders for PYTHONPATH, of each of which a server is started in turn; none for the present one."""
+        self.started = 0
         self.start()
 
     def start(self) -> None:
+        if self.builds:
+            self.env = {**self.env, "PYTHONPATH": self.builds[self.started % len(self.builds)]}
+        self.started += 1
         command = [*self.program, "serve", "--port", str(self.port), *self.options]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--persist", str(self.folder / "journal"), "--admin", ""],
+                [*command, "--persist", str(self.folder / "journal"), "--admin", str(self.folder / "admin")],
                 stdout=subprocess.PIPE, stderr=log, env=self.env, cwd=self.folder,
             )  # fmt: skip
 
@@ -82,11 +102,26 @@ class Server:
         with self.process:
             self.process.kill()
 
+    def restart(self) -> None:
+        """End the server in the way that is tried, and start the next one."""
+        before = self.process
+        if self.how == "replace":
+            self.options.append("--replace")
+        else:
+            before.send_signal(signal.SIGTERM if self.how == "term" else signal.SIGKILL)
+            before.wait(TIMEOUT)
+        self.start()
+        if self.how == "replace":
+            self.options.pop()
+            before.wait(TIMEOUT)
+        with before:
+            pass
+
     def copy(self) -> Path:
         """Copy the journal, while there is no server."""
         copy = Path(tempfile.mkdtemp(dir=self.folder))
         for path in (self.folder / "journal").iterdir():
-            if path.name == "instance" or path.name.startswith("log-"):
+            if path.name == "instance" or path.name.startswith(("log-", "snapshot-")):
                 shutil.copy(path, copy)
         return copy
 
@@ -107,14 +142,15 @@ class Server:
 
 
 @contextmanager
-def relay(folder: Path, url: str, env: dict[str, str]) -> Iterator[int]:
+def relay(folder: Path, url: str, env: dict[str, str]) -> Iterator[tuple[int, int]]:
+    """Run a relay; yield its port and its process's id."""
     command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", url, "--port", "0"]
     with (folder / "relay.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=folder)
     with process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["port"]
+            yield json.loads(process.stdout.readline())["port"], process.pid
         finally:
             process.kill()
 
@@ -173,6 +209,9 @@ async def write(load: Load, call: Client) -> None:
         load.check(await call("get", key) == data, f"{name}: another value for {key}")
         load.written[key] = data
         load.written[f"{name}/text"] = text
+        if len(text) > MOST_TEXT:
+            await call("delete_key", f"{name}/text")
+            text = load.written[f"{name}/text"] = b""
         load.written[f"{name}/swapped"] = value
         if rng.random() < 0.03:
             keys = [f"{name}/many/{number}" for number in range(MANY)]
@@ -222,6 +261,7 @@ async def meet(load: Load, calls: list[Client], name: str) -> None:
     while not load.over:
         number += 1
         await asyncio.gather(*(call("barrier", f"{name}/{number}", len(calls)) for call in calls))
+        await calls[0]("delete_key", f"{name}/{number}")
         load.check(True, "")
 
 
@@ -284,18 +324,22 @@ async def agents(load: Load, ports: list[int], tls: list[bool | None]) -> None:
 
 
 async def kill(
-    server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]]
+    server: Server, load: Load, count: int, ends: Callable[[], bool], elsewhere: list[tuple[str, int]], rest: float
 ) -> list[float]:
-    """Kill the server so often; return the seconds from each kill to the next answer."""
+    """Kill the server so often, after `rest` seconds or a little more; return the seconds to the next answer."""
     pauses: list[float] = []
     for _ in range(count):
-        await asyncio.sleep(0.2 + load.rng.random() * 0.6)
+        await asyncio.sleep(rest + load.rng.random() * 0.6)
         if ends():
             break
         began = time.monotonic()
-        await asyncio.to_thread(server.kill)
-        copy = await asyncio.to_thread(server.copy) if elsewhere else None
-        server.start()
+        if elsewhere:
+            await asyncio.to_thread(server.kill)
+            copy = await asyncio.to_thread(server.copy)
+            server.start()
+        else:
+            copy = None
+            await asyncio.to_thread(server.restart)
         await asyncio.to_thread(server.ready)
         before = load.calls
         while load.calls == before and not ends():
@@ -310,7 +354,13 @@ async def kill(
 
 
 async def run(
-    server: Server, url: str, ports: list[int], kills: int, seed: int, elsewhere: list[tuple[str, int]]
+    server: Server,
+    url: str,
+    ports: list[int],
+    kills: int,
+    seed: int,
+    elsewhere: list[tuple[str, int]],
+    rest: float = REST,
 ) -> dict[str, Any]:
     load = Load(seed)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(100))  # most wait for the server
@@ -346,7 +396,7 @@ async def run(
     def ends() -> bool:
         return load.over or any(one.done() for one in (*running, *poppers))
 
-    pauses = await kill(server, load, kills, ends, elsewhere)
+    pauses = await kill(server, load, kills, ends, elsewhere, rest)
     load.over = True
     ended = await asyncio.gather(*running, return_exceptions=True)
     load.wrong += [f"{type(one).__name__}: {one}" for one in ended if isinstance(one, BaseException)]
@@ -387,9 +437,15 @@ def free_port() -> int:
 
 
 def kills(
-    count: int, seed: int, sync: str, secure: bool, elsewhere: list[tuple[str, int]] | None = None
+    count: int,
+    seed: int,
+    sync: str,
+    secure: bool,
+    elsewhere: list[tuple[str, int]] | None = None,
+    how: str = "kill",
+    builds: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Run a load during which the server is killed so often; return what was seen.
+    """Run a load during which the server is killed so often, or ended otherwise; return what was seen.
 
     Behind each kill the journal is executed again `elsewhere`, as for `Server.replayed`.
     """
@@ -400,13 +456,13 @@ def kills(
         if secure:
             options += secured(folder, env)
             os.environ.update({key: text for key, text in env.items() if key.startswith("TCPSTORE_")})
-        server = Server(folder, free_port(), options, env)
+        server = Server(folder, free_port(), options, env, how, builds or [])
         stack.callback(server.kill)
         server.ready()
         url = f"{'tcps' if secure else 'tcp'}://127.0.0.1:{server.port}"
-        relayed = stack.enter_context(relay(folder, url, env))
+        relayed, _ = stack.enter_context(relay(folder, url, env))
         found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
-        found |= {"seed": seed, "sync": sync, "secure": secure}
+        found |= {"seed": seed, "sync": sync, "secure": secure, "how": how}
         if found["wrong"]:
             found["log"] = (folder / "server.log").read_text()[-3000:]
         return found
@@ -436,13 +492,16 @@ def main() -> None:
     parser.add_argument("--sync", default="process", choices=["process", "always"])
     parser.add_argument("--secure", action="store_true", help="with TLS and tokens")
     parser.add_argument("--replay", action="store_true", help="behind each kill, execute the journal again: see Server")
+    parser.add_argument("--how", default="kill", choices=["kill", "term", "replace"])
+    parser.add_argument("--builds", default="", help="folders of builds that are started in turn, separated by :")
     given = parser.parse_args()
+    builds_in_order = [path for path in given.builds.split(":") if path]
     builds = [str(ROOT), *([str(COMPILED)] if COMPILED.exists() else [])]
     elsewhere = [(path, seed) for path in builds for seed in (0, 1, 4711)] if given.replay else []
     wrong = False
     for run in range(-(-given.kills // A_RUN)):
         count = min(A_RUN, given.kills - A_RUN * run)
-        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere)
+        found = kills(count, given.seed + run, given.sync, given.secure, elsewhere, given.how, builds_in_order)
         print(json.dumps(found), flush=True)
         wrong = wrong or bool(found["wrong"])
     sys.exit(1 if wrong else 0)

@@ -15,7 +15,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -30,10 +30,18 @@ from tcpstore_async.client import tls as client_tls
 from tcpstore_async.links.link_client import ClientLink, Stream, read_reply
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.single_client import ClientSingleLink
+from tcpstore_async.log.encoding import JournalError
+from tcpstore_async.log.encoding import decode as decode_events
+from tcpstore_async.log.encoding import encode as encode_events
+from tcpstore_async.log.journal import read_instance, read_snapshot, segments_of
+from tcpstore_async.log.records import REPLAY, Chain, Reader
+from tcpstore_async.log.replay import Replayer
+from tcpstore_async.log.snapshot import load
 from tcpstore_async.server import tls as server_tls
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
+from tcpstore_async.server.snapshots import engine_of
 from tcpstore_async.session.auth import ALL
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_auth_reply, read_identity
@@ -524,11 +532,44 @@ def _demand(holds: bool, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
+def journal(data: bytes) -> None:
+    """A segment has whole records in order, or is refused; the events of each are decoded, or refused."""
+    reader = Reader()
+    try:
+        for number, one in enumerate(reader.read(data)):
+            assert one.number == number
+            decode_events(one.events, one.now)
+    except JournalError:
+        pass
+
+
+def events(data: bytes) -> None:
+    """What is decoded is encoded to what is decoded to the same."""
+    try:
+        found = decode_events(data, 1.0)
+    except JournalError:
+        return
+    assert repr(decode_events(encode_events(found), 1.0)) == repr(found)  # NaN differs from itself
+
+
+def snapshot(data: bytes) -> None:
+    """A state is read, and can be written again, or is refused; no checksum is before it here."""
+    replayer = Replayer(engine_of(_INSTANCE), lambda session, pieces: None)
+    try:
+        load(data, replayer)
+    except JournalError:
+        return
+
+
+_GOLDEN: Final = Path(__file__).parent.parent / "log" / "goldens" / str(REPLAY) / "journal"
+_INSTANCE: Final = read_instance(_GOLDEN)
+
+
 DECODERS: dict[str, Callable[[bytes], None]] = {
     decode.__name__: decode
     for decode in (
         *(sessions, client_session, file_records, control_messages, identity, link_client, link_server, link_request),
-        *(link_reply, token, auth, auth_reply, token_keys, tls),
+        *(link_reply, token, auth, auth_reply, token_keys, tls, journal, events, snapshot),
     )
 }
 
@@ -759,6 +800,27 @@ def _reply_seeds() -> dict[str, bytes]:
     }
 
 
+def _segment() -> bytes:
+    return segments_of(_GOLDEN)[0].read_bytes()
+
+
+def _records() -> list[bytes]:
+    chain = Chain()
+    return [chain.header(), chain.record(1.0, 2, b""), chain.record(2.0, 0, b"".join(_event_seeds().values()))]
+
+
+def _event_seeds() -> dict[str, bytes]:
+    records = [one.events for one in Reader(read_snapshot(_GOLDEN)).read(_segment())]
+    kinds = {event.method: one for one in records for event in decode_events(one, 1.0)}
+    return {method.strip("_"): one for method, one in kinds.items()}
+
+
+def _snapshot_seeds() -> dict[str, bytes]:
+    found = read_snapshot(_GOLDEN)
+    assert found is not None
+    return {"golden": found.state}
+
+
 SEEDS: dict[str, dict[str, bytes]] = {
     "sessions": PROGRAMS,
     "client_session": _session_seeds(),
@@ -774,6 +836,9 @@ SEEDS: dict[str, dict[str, bytes]] = {
     "auth_reply": _auth_reply_seeds(),
     "token_keys": _token_key_seeds(),
     "tls": _tls_seeds(),
+    "journal": {"golden": _segment(), "records": b"".join([*_records()])},
+    "events": _event_seeds(),
+    "snapshot": _snapshot_seeds(),
 }
 
 assert set(SEEDS) == set(DECODERS)

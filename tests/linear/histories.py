@@ -429,7 +429,7 @@ def staged(kind: str, sync: str, seed: int) -> Iterator[Stage]:
             stack.enter_context(mounted(folder / "journal"))
         elif kind == "ioerror":
             program = [sys.executable, str(Path(__file__).with_name("bad_disk.py")), str(folder / "bad")]
-        server = Server(folder, port, options, env, program)
+        server = Server(folder, port, options, env, program=program)
         stack.callback(lambda: server.kill())
         server.ready()
         if kind == "reset":

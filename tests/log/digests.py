@@ -1,4 +1,4 @@
-"""Executes the records of a journal again and prints digests of the state, the same in every process and build.
+"""Executes the records of a journal behind its snapshot again, and prints digests of the state, the same everywhere.
 
     python tests/log/digests.py DIR
 
@@ -8,7 +8,6 @@ before, and a digest of the state behind every hundredth record and the last.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,51 +16,49 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from replaying import digest
-from tcpstore_async.base.limits import Limits
-from tcpstore_async.links.resume import Outputs
-from tcpstore_async.log.encoding import decode
 from tcpstore_async.log.events import Engine
+from tcpstore_async.log.journal import read_instance, read_records, read_snapshot
 from tcpstore_async.log.records import Reader
 from tcpstore_async.log.replay import Replayer
-from tcpstore_async.server.features import attach_features
-from tcpstore_async.session.store import Store
+from tcpstore_async.log.snapshot import load
+from tcpstore_async.server.persistence import execute
+from tcpstore_async.server.snapshots import engine_of
+from tcpstore_async.wire.values import framed
 
 EVERY = 100
 
 
-def engine_of(folder: Path) -> Engine:
-    """Return an engine as the server of a journal begins with."""
-    instance = json.loads((folder / "instance").read_text())
-    settings = instance["settings"]
-    limits = Limits(**{field.name: int(settings[field.name]) for field in dataclasses.fields(Limits)})
-    store = Store(limits)
-    features = attach_features(store, instance["instance"], "uv", float(settings["link-grace"]))
-    auth = store.hub.auth
-    auth.require_auth = settings["require-auth"]
-    if settings["tokens"] == "True":
-        auth.authenticate = lambda token: ""
-    features.links.durable = True
-    features.links.outputs = Outputs()
-    return Engine(store, features.named, features.links)
+def contents(engine: Engine) -> dict[str, Any]:
+    """The values and queues of each store, by name, and how many wait there: what they mean, in JSON."""
+    found: dict[str, Any] = {}
+    for store in engine.root.hub.stores:
+        keyspace = store.keyspace
+        values = {repr(key): repr(framed(value)) for key, value in keyspace.values.items()}
+        queues = {repr(key): [repr(bytes(item)) for item in items] for key, items in keyspace.queues.items()}
+        found[store.name] = {"values": values, "queues": queues, "awaited": sorted(map(repr, keyspace.waiters))}
+    return found
 
 
-def look(folder: Path) -> dict[str, Any]:
-    engine = engine_of(folder)
+def look(folder: Path, meaning: bool = False) -> dict[str, Any]:
+    """Return what is printed; with `meaning`, what the state means instead of digests, which any change changes."""
+    engine = engine_of(read_instance(folder))
     outputs = None if engine.links is None else engine.links.outputs
     assert outputs is not None
     replayer = Replayer(engine, lambda session, pieces: None)
-    reader = Reader()
+    snapshot = read_snapshot(folder)
+    if snapshot is not None:
+        engine.root.hub.clock.now = snapshot.now
+        load(snapshot.state, replayer)
     count, wrong, digests = 0, [], []
-    for segment in sorted(folder.glob("log-*")):
-        for record in reader.read(segment.read_bytes()):
-            for event in decode(record.events, record.now):
-                replayer.execute(event)
-            if outputs.take() != record.outputs:
-                wrong.append(record.number)
-            count += 1
-            if count % EVERY == 0:
-                digests.append(digest(engine, replayer.sessions))
+    for record in read_records(folder, Reader(snapshot)):
+        if not execute(replayer, record, outputs):
+            wrong.append(record.number)
+        count += 1
+        if count % EVERY == 0:
+            digests.append(digest(engine, replayer.sessions))
     digests.append(digest(engine, replayer.sessions))
+    if meaning:
+        return {"records": count, "wrong": wrong, "stores": contents(engine)}
     return {"records": count, "wrong": wrong, "digests": digests}
 
 

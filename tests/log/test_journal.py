@@ -7,20 +7,22 @@ import os
 import signal
 import stat
 import struct
+import threading
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcpstore_async.auth.access import Access
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError, decode, encode
-from tcpstore_async.log.events import RECEIVE, Event, Reference, Refused, Reply
-from tcpstore_async.log.journal import Journal, segments_of
-from tcpstore_async.log.records import HEADER_BYTES, Chain, Reader, Record
+from tcpstore_async.log.events import RECEIVE, Event, Evicted, Reference, Reply
+from tcpstore_async.log.journal import Journal, read_records, segments_of, snapshots_of, write_snapshot
+from tcpstore_async.log.records import HEADER_BYTES, REPLAY, Chain, Reader, Record, Snapshot, decode_snapshot
 
 # Events
 
@@ -32,7 +34,7 @@ GIVEN = st.lists(PLAIN | st.floats(allow_nan=False) | ACCESS | st.tuples(PLAIN, 
 ANSWERS = st.lists(
     PLAIN
     | ACCESS
-    | st.builds(Refused, st.integers(0, 9), st.integers(0, 9))
+    | st.builds(Evicted, st.integers(0, 9), st.integers(-1, 9), st.integers(-1, 9), st.none() | REFERENCES)
     | st.builds(Reply, st.integers(0, 2**32), TEXT),
     max_size=2,
 ).map(tuple)
@@ -44,6 +46,7 @@ CALLS = st.builds(Event, TEXT, REFERENCES, GIVEN, st.just(1.5), ANSWERS)
 EVENTS = st.lists(RECEIVED | CALLS, max_size=4)
 
 
+@settings(deadline=None)
 @given(EVENTS)
 def test_events_are_decoded_as_they_were(events: list[Event]) -> None:
     found = decode(encode(events), 1.5)
@@ -51,6 +54,7 @@ def test_events_are_decoded_as_they_were(events: list[Event]) -> None:
     assert [list(map(type, event)) for event in found] == [list(map(type, event)) for event in events]
 
 
+@settings(deadline=None)
 @given(EVENTS.filter(bool), st.data())
 def test_events_that_are_cut_are_not_decoded_otherwise(events: list[Event], data: st.DataObject) -> None:
     encoded = encode(events)
@@ -340,6 +344,113 @@ def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
     assert written(tmp_path) == [b"1"]
 
 
+def test_nothing_is_written_after_a_sync_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may have dropped what it could not write, and say nothing the next time."""
+    journal = Journal(tmp_path, True)
+    journal.append(0.0, 0, b"1")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "no disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        with pytest.raises(OSError, match="no disk"):
+            journal.append(0.0, 0, b"2")
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(0.0, 0, b"3")
+    journal.close()
+    assert written(tmp_path) == [b"1", b"2"]  # the next start takes what is there
+
+
+def made(journal: Journal) -> None:
+    """Wait until making the next segment has succeeded or failed."""
+    if journal._ahead is not None:
+        journal._ahead.join()
+
+
+def test_what_there_is_space_for(tmp_path: Path) -> None:
+    """Segments that exist are filled; then appending fails. The next one is made as soon as that is possible."""
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    told: list[str] = []
+    journal.on_made = lambda: told.append(journal.refused)
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, b"1")
+    made(journal)
+    assert told == [""]
+    (tmp_path / "made").mkdir()
+    journal.append(0.0, 0, bytes(900))
+    assert journal.shortage() == 0  # the next one is made
+    journal.append(0.0, 0, bytes(100))
+    made(journal)
+    assert told == ["", "Is a directory"]
+    assert journal.shortage() == 1
+    journal.append(0.0, 0, bytes(700))
+    assert journal.shortage() == 2
+    journal.make_ahead()
+    made(journal)
+    assert len(told) == 3
+    (tmp_path / "made").rmdir()
+    journal.make_ahead()
+    made(journal)
+    assert told[3:] == [""]
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, bytes(900))
+    made(journal)
+    (tmp_path / "made").mkdir()
+    journal.close()
+    (tmp_path / "next").unlink()
+    again = Journal(tmp_path, False, segment_bytes=1000)
+    assert len(list(again.read())) == 5
+    made(again)
+    assert again.shortage() == 2
+    with pytest.raises(IsADirectoryError):
+        again.append(0.0, 0, bytes(900))
+    again.close()
+
+
+def test_a_segment_that_is_being_made_counts_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is slow is not written to faster than it makes segments."""
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    going_on = threading.Event()
+    make = journal._make
+
+    def make_slowly(path: Path, parts: Iterable[bytes]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            going_on.wait()
+        make(path, parts)
+
+    monkeypatch.setattr(journal, "_make", make_slowly)
+    journal.append(0.0, 0, bytes(300))
+    assert journal.shortage() == 0
+    journal.append(0.0, 0, bytes(200))
+    assert journal.shortage() == 1
+    journal.append(0.0, 0, bytes(200))
+    assert journal.shortage() == 2
+    going_on.set()
+    made(journal)
+    assert journal.shortage() == 0
+    journal.close()
+
+
+def test_a_segment_that_cannot_be_made_leaves_the_space_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, True)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    journal.append(0.0, 0, b"1")
+    made(journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        journal.make_ahead()
+        made(journal)
+    assert journal.refused == "no space"
+    assert not (tmp_path / "made").exists()
+    journal.close()
+
+
 def test_removing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
     journal = Journal(tmp_path, False)
     journal.append(0.0, 0, b"1")
@@ -347,6 +458,116 @@ def test_removing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
     journal.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
     assert write(tmp_path) != first
+
+
+# Snapshots
+
+
+def seal(folder: Path, state: bytes) -> None:
+    journal = Journal(folder, False)
+    try:
+        list(journal.read())
+        journal.seal(1.5, state)
+    finally:
+        journal.close()
+
+
+def test_a_snapshot_stands_for_what_was_before(tmp_path: Path) -> None:
+    write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
+    seal(tmp_path, b"state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "instance", "next", "snapshot-00000004"]
+    assert (tmp_path / "snapshot-00000004").stat().st_mode & 0o777 == 0o600
+    write(tmp_path, b"5", b"6")
+    journal = Journal(tmp_path, False)
+    assert journal.snapshot == Snapshot(4, 4, journal.snapshot.crc if journal.snapshot else 0, 1.5, b"state")
+    assert [(record.number, record.events) for record in journal.read()] == [(4, b"5"), (5, b"6")]
+    journal.close()
+    assert segments_of(tmp_path) == [tmp_path / "log-00000004"]
+
+
+def test_what_a_snapshot_makes_unnecessary_is_removed(tmp_path: Path) -> None:
+    """Also if the server was killed before it had removed it; and it is told of each complete segment."""
+    write(tmp_path, *[b"%d" % number * 600 for number in range(4)], segment_bytes=1000)
+    reader = Reader()
+    records = list(read_records(tmp_path, reader))
+    third = Reader()
+    for path in segments_of(tmp_path)[:2]:
+        list(third.read(path.read_bytes()))
+    for segment, state in ((0, b"old"), (2, b"new")):
+        crc = third.chain.crc if segment else 0
+        write_snapshot(tmp_path, Snapshot(segment, segment, crc, 0.0, state))
+    (tmp_path / "snapshot").write_bytes(b"begun")
+    journal = Journal(tmp_path, False, segment_bytes=1000)
+    assert journal.snapshot is not None
+    assert journal.snapshot.state == b"new"
+    assert list(journal.read()) == records[2:]
+    assert snapshots_of(tmp_path) == [tmp_path / "snapshot-00000002"]
+    assert [path.name for path in segments_of(tmp_path)] == ["log-00000002", "log-00000003"]
+    assert list(journal.complete) == [2]
+    told: list[int] = []
+    journal.on_complete = lambda: told.append(len(journal.complete))
+    journal.append(0.0, 0, bytes(900))
+    assert told == [2]
+    journal.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
+
+
+def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Damaged, put back from a copy, or with what follows missing or not its own."""
+    write(tmp_path, *[b"%d" % number * 600 for number in range(3)], segment_bytes=1000)
+    seal(tmp_path, b"state")
+    write(tmp_path, *[b"%d" % number * 600 for number in range(3)], segment_bytes=1000)
+    path = tmp_path / "snapshot-00000003"
+    whole = path.read_bytes()
+    for wrong, why in (
+        (whole[:-1], "the snapshot is damaged"),
+        (whole[:10], "the snapshot is not whole"),
+        (whole[:-5] + b"x" + whole[-4:], "the snapshot is damaged"),
+        (bytes(100), "this is no snapshot"),
+        (b"".join(Snapshot(2, 3, 0, 0.0, b"").encode()), "is the snapshot before segment 2"),
+        (b"".join(Snapshot(3, 7, 0, 0.0, b"").encode()), "continues record 3, but record 7 is the next"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(JournalError, match=f"{path}.*{why}|{why}"):
+            written(tmp_path)
+    path.unlink()
+    with pytest.raises(JournalError, match="log-00000000 is missing"):
+        written(tmp_path)
+    path.write_bytes(whole)
+    (tmp_path / "log-00000003").unlink()
+    with pytest.raises(JournalError, match="log-00000003 is missing"):
+        written(tmp_path)
+
+
+def test_a_segment_of_another_version_is_refused(tmp_path: Path) -> None:
+    """A snapshot is not: nothing has to be executed again."""
+    write(tmp_path, b"1")
+    seal(tmp_path, b"state")
+    [path] = snapshots_of(tmp_path)
+    found = decode_snapshot(path.read_bytes())
+    path.write_bytes(b"".join(found._replace(replay=REPLAY + 1).encode()))
+    assert written(tmp_path) == []
+    write(tmp_path, b"2")
+    [segment] = segments_of(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[20] += 1
+    segment.write_bytes(data)
+    with pytest.raises(JournalError, match=f"for replay {REPLAY + 1}; .*: start that version, and end it with SIGTERM"):
+        written(tmp_path)
+
+
+def test_a_full_disk_leaves_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="No space left"):
+            seal(tmp_path, b"state")
+    assert snapshots_of(tmp_path) == []
+    assert written(tmp_path) == [b"1"]
+
+
+def failing(fd: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from conformance.frames import lease, multi_set, push, set_
+from conformance.frames import NUM_KEYS, append, get, lease, multi_set, push, set_
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
 from support import HANDSHAKE, LIMIT, blob, u64
@@ -27,6 +27,7 @@ from tcpstore_async.log.events import Engine
 from tcpstore_async.server.poller import make_poller
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.serving import serve
+from tcpstore_async.session.store import EVERYTHING, WRITES
 from tcpstore_async.wire.commands import BY_METHOD
 
 
@@ -79,6 +80,31 @@ async def test_clients_whose_connections_break(through_relay: bool, seed: int) -
                 await run(server, relay.port, rng)
         else:
             await run(server, server.port, rng)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("through_relay", [False, True])
+async def test_clients_of_a_server_whose_disk_is_full_again_and_again(through_relay: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    async with recorded() as server:
+        filling = asyncio.ensure_future(fill(server, rng))
+        if through_relay:
+            async with relay_with(make_poller, server.port) as relay:
+                await run(server, relay.port, rng)
+        else:
+            await run(server, server.port, rng)
+        filling.cancel()
+
+
+async def fill(server: UvServer, rng: random.Random) -> None:
+    """Have what comes wait, again and again."""
+    while True:
+        for held in (rng.choice((WRITES, EVERYTHING)), 0):
+            with server.turn:
+                server.links.hold(held)
+                if not held:
+                    server.resume_held()
+            await asyncio.sleep(rng.random() / 200)
 
 
 async def run(server: UvServer, port: int, rng: random.Random) -> None:
@@ -146,6 +172,17 @@ async def test_requests_that_are_refused_for_memory() -> None:
         await say(server, HANDSHAKE + set_(b"/end", b"x"))
         assert "/late" not in str(server.store.keyspace.values)
     assert server.closed_for["budget_bytes"] >= 2
+
+
+async def test_reading_what_was_appended_to() -> None:
+    """Less is counted for it from then on."""
+    async with recorded(every=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as peer:
+            await asyncio.to_thread(peer.sendall, HANDSHAKE + set_(b"/k", b"v") + append(b"/k", b"w") + NUM_KEYS)
+            assert await asyncio.to_thread(peer.recv, 64) == u64(1)
+            await asyncio.to_thread(peer.sendall, get(b"/k"))
+            assert await asyncio.to_thread(peer.recv, 64) == blob(b"vw")
+        await say(server, HANDSHAKE + set_(b"/end", b"x"))
 
 
 async def test_a_link_whose_client_leaves_before_the_reply() -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,17 +19,32 @@ from typing import Any
 import pytest
 
 import tcpstore_async
+from conformance.frames import NUM_KEYS, push, set_, wait
 from faults.kills import kills
-from support import Server, free_port, listening, secret_file, tcpstore, tcpstore_relay, tcpstore_server
+from log.digests import look
+from support import (
+    HANDSHAKE,
+    Server,
+    free_port,
+    listening,
+    secret_file,
+    tcpstore,
+    tcpstore_relay,
+    tcpstore_server,
+    u64,
+)
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName, name_of
+from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError
-from tcpstore_async.log.journal import Journal
+from tcpstore_async.log.journal import Journal, read_records
+from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
+from tcpstore_async.wire.commands import BY_METHOD
 
 pytestmark = pytest.mark.slow
 
@@ -318,6 +334,26 @@ def test_what_a_tokens_limits_refuse_changes_nothing(tmp_path: Path) -> None:
         assert "another effect" not in restarting.server.log()
 
 
+async def test_a_reply_before_a_command_that_fails(tmp_path: Path) -> None:
+    """What the commands between them have woken is in the same record, as it is when that is executed again."""
+    async with serve(persist=tmp_path / "journal") as server:
+
+        def linked() -> socket.socket:
+            command = BY_METHOD["link"]
+            peer = socket.create_connection(("127.0.0.1", server.port))
+            peer.sendall(HANDSHAKE + command.prefix + command.request.encode(ClientSingleLink().fields()))
+            assert peer.recv(4096)
+            return peer
+
+        with await asyncio.to_thread(linked) as waiting, await asyncio.to_thread(linked) as other:
+            await asyncio.to_thread(waiting.sendall, wait(b"/k"))
+            while not server.store.keyspace.waiters:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(other.sendall, NUM_KEYS + set_(b"/k", b"") + b"\xff")
+            assert await asyncio.to_thread(waiting.recv, 1) == b"\0"
+            assert look(tmp_path / "journal")["wrong"] == []
+
+
 def test_a_port_of_a_store_that_is_taken_meanwhile_is_not_told(tmp_path: Path) -> None:
     with Restarting(tmp_path / "journal") as restarting:
         url = f"tcp://127.0.0.1:{restarting.port}"
@@ -378,11 +414,9 @@ async def test_a_replay_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFi
         store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=20.0)
         for _ in range(3):
             await store.add("count", 1)
+        records = list(read_records(tmp_path, Reader()))
         server.stop(for_good=False)
-    found = Journal(tmp_path, False, settings_of(tmp_path))
-    records = list(found.read())
-    found.close()
-    (tmp_path / "log-00000000").unlink()
+    (tmp_path / "snapshot-00000001").unlink()
     again = Journal(tmp_path, False, settings_of(tmp_path))
     list(again.read())
     for record in records:
@@ -402,8 +436,12 @@ def settings_of(folder: Path) -> dict[str, str]:
     return settings
 
 
-async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
+@pytest.mark.parametrize(("call", "written"), [("pwrite", 1), ("fdatasync", 2)])
+async def test_nothing_leaves_that_cannot_be_written(
+    call: str, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only syncing fails, the next server finds what nobody was told: it may be on the disk."""
+    async with serve(persist=tmp_path / "journal", sync="always", link_grace=1.0) as server:
         lost: list[OSError | None] = []
         server.on_end = lost.append
         store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0)
@@ -413,7 +451,7 @@ async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", fail)
+            patch.setattr(os, call, fail)
             unanswered = asyncio.ensure_future(store.add("count", 1))
             while not lost:
                 await asyncio.sleep(0)
@@ -423,8 +461,76 @@ async def test_nothing_leaves_that_cannot_be_written(tmp_path: Path, monkeypatch
     with pytest.raises(DistNetworkError):
         await asyncio.wait_for(unanswered, 60.0)
     await store.close()
-    async with serve(persist=tmp_path / "journal", link_grace=1.0) as server:
-        assert server.store.keyspace.values[b"/count"] == 1
+    async with serve(persist=tmp_path / "journal", sync="always", link_grace=1.0) as server:
+        assert server.store.keyspace.values[b"/count"] == written
+
+
+async def test_a_disk_whose_syncs_fail_ends_the_process(tmp_path: Path) -> None:
+    port = free_port()
+    program = tmp_path / "failing.py"
+    program.write_text(_FAILING_SYNCS)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), "serve", "--port", str(port), "--sync", "always", "--persist",
+        str(tmp_path / "journal"), "--link-grace", "1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    await process.stdout.readline()
+    store = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=60.0)
+    with pytest.raises(DistNetworkError):
+        for count in range(1, 100):
+            assert await store.add("count", 1) == count
+    await store.close()
+    _, errors = await process.communicate()
+    assert process.returncode == 74
+    assert b"cannot write the journal" in errors
+    assert b"Input/output error" in errors
+
+
+_FAILING_SYNCS = """
+import errno, os, sys
+left = 10
+sync = os.fdatasync
+def fdatasync(fd):
+    global left
+    left -= 1
+    if not left:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync(fd)
+os.fdatasync = fdatasync
+from tcpstore_async.__main__ import main
+main()
+"""
+
+
+async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes meanwhile waits in the kernel. However much that is, a record has little of it, and so has memory."""
+    sizes = []
+    async with serve(persist=tmp_path / "journal", sync="always") as server:
+        assert server.persistence is not None
+        append = server.persistence.journal.append
+
+        def slowly(now: float, outputs: int, events: bytes) -> None:
+            sizes.append(len(events))
+            time.sleep(0.002)
+            append(now, outputs, events)
+
+        monkeypatch.setattr(server.persistence.journal, "append", slowly)
+        loop = asyncio.get_running_loop()
+        peers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(48)]
+        requests = memoryview(HANDSHAKE + push(b"/queue", bytes(400_000)) * 2 + b"\x07")
+        sent = []
+        for peer in peers:  # while the server does nothing
+            peer.setblocking(False)
+            sent.append(peer.send(requests))
+        await asyncio.gather(
+            *(loop.sock_sendall(peer, requests[count:]) for peer, count in zip(peers, sent, strict=True))
+        )
+        for peer in peers:
+            assert await loop.sock_recv(peer, 8) == u64(0)
+            peer.close()
+        assert len(server.store.keyspace.queues[b"/queue"]) == 2 * len(peers)
+    assert sum(sizes) > 48 * 800_000
+    assert max(sizes) < 2 << 20
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -434,6 +540,12 @@ def test_kills_under_load(sync: str, secure: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     assert kills(3, 1, sync, secure)["wrong"] == []
+
+
+@pytest.mark.parametrize("how", ["term", "replace"])
+def test_servers_that_end_in_order_under_load(how: str) -> None:
+    """They leave a snapshot; another one that takes over gets the listening socket too."""
+    assert kills(3, 1, "process", False, how=how)["wrong"] == []
 
 
 async def test_stop(tmp_path: Path) -> None:

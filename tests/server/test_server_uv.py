@@ -20,12 +20,16 @@ from conformance.frames import END, add, enter, get, i64, multi_get, ping, set_
 from server.loops import on_each_loop
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.base.clock import Clock
+from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.limits import DEFAULT_GRACE, Limits
+from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import uv
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import READ, LoopPoller, Poller, Report, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
+from tcpstore_async.serving import serve
 from tcpstore_async.wire.commands import BY_METHOD
 
 I64 = struct.Struct("<q")
@@ -630,3 +634,30 @@ async def test_a_refused_peer_whose_kernel_takes_nothing_is_closed_in_time(monke
             assert not server.refused
             assert await loop.sock_recv(peer, 4) == b"pong"
             assert await loop.sock_recv(peer, 4) == b""
+
+
+async def test_a_session_without_a_connection_leaves_a_store_that_has_ended() -> None:
+    """Nothing is kept for it."""
+    async with serve() as server:
+
+        def entered(owner: str) -> socket.socket:
+            name = StoreName("job", owner)
+            return connect_blocking("127.0.0.1", server.port, Deadline(LIMIT), name=name)[0]
+
+        def link(peer: socket.socket) -> None:
+            command = BY_METHOD["link"]
+            peer.sendall(command.prefix + command.request.encode(ClientSingleLink().fields()))
+            assert peer.recv(4096)
+
+        with await asyncio.to_thread(entered, "first"):
+            with await asyncio.to_thread(entered, "") as guest:
+                await asyncio.to_thread(link, guest)
+                guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it is reset
+            while not server.links.suspended:
+                await asyncio.sleep(0)
+            [store] = server.named.stores.values()
+        while server.links.singles:
+            await asyncio.sleep(0)
+        assert not server.store.hub.evicted
+        assert not server.named.ending
+        assert not store.sessions

@@ -28,8 +28,11 @@ from tcpstore_async.links.frames import Link
 from tcpstore_async.links.link_registry import LinkRegistry
 from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.links.linked_session import LinkedSession
+from tcpstore_async.links.single_link import SingleLink
 from tcpstore_async.links.work import LinkWork
 from tcpstore_async.log.replay import Replayer
+from tcpstore_async.server.persistence import Persistence
+from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.named_stores import Entry, NamedStore, NamedStores
@@ -488,10 +491,53 @@ REPLAYED: dict[str, Plant] = {
 }
 
 
+# What is not kept, for `journal`
+
+
+def _commits_at_the_end(real: Method) -> Method:
+    def commit(server: UvServer, persistence: Persistence, held: list[Connection]) -> bool:
+        return len(held) > 0 or real(server, persistence, held)
+
+    return commit
+
+
+def _commits_for_links(real: Method) -> Method:
+    def commit(server: UvServer, persistence: Persistence, held: list[Connection]) -> bool:
+        attaching = list(server.links.attaching.values())
+        linked = [
+            one
+            for one in held
+            if one.single is not None or one.session in attaching or server.links.is_carrying(one.session)
+        ]
+        return (len(held) > 0 and not linked) or real(server, persistence, held)
+
+    return commit
+
+
+def _counts_sessions_anew(replayer: Replayer, sessions: dict[int, ServerSession], *_: object) -> None:
+    replayer.opened_sessions = len(sessions)
+
+
+JOURNALED: dict[str, Plant] = {
+    "a reply leaves before its record is written": (UvServer, "_commit", _commits_at_the_end),
+    "a read is answered before what it shows is durable": (UvServer, "_commit", _commits_for_links),
+    "a tick is in no record": (LinkRegistry, "tick", _unrecorded),
+    "a flush is in no record": (LinkedSession, "flush", _unrecorded),
+    "a token is checked again": (Replayer, "answer", _instead(lambda replayer, ask: ask())),
+    "connections of a server that has ended go on": (Persistence, "break_all", _instead(lambda *_: None)),
+    "a session takes again what it took before a restart": (
+        SingleLink,
+        "received",
+        lambda real: lambda link, count: None if link.registry.clock.recorder.again else real(link, count),
+    ),
+    "sessions are counted anew after a snapshot": (Replayer, "resume", _after(_counts_sessions_anew)),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED, **REPLAYED}
+    simple = {**PLANTED, **HOGGED, **LINKED, **NAMED, **LIMITED, **REPLAYED, **JOURNALED}
     owner, method, plant = simple[name] if name in simple else REAL[name][:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))

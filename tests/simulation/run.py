@@ -7,6 +7,7 @@
     python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
     python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of named stores
     python tests/simulation/run.py --kind tokens --schedules 1000   tokens with limits, and what is counted for them
+    python tests/simulation/run.py --kind journal --schedules 1000  a server that ends and is started again
     python tests/simulation/run.py --scale 0.1                      all kinds, a tenth of what `make simulate` runs
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --scale 0.01 --across            executed again in other processes, from their events
@@ -34,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from properties import limited, linked
 from properties.shrinking import shrink
 from replaying import Beginning, Elsewhere, Noted, replayed
-from simulation import hogs, proxied, real, schedule, stores
-from simulation.planted import HOGGED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
+from simulation import hogs, journal, proxied, real, schedule, stores
+from simulation.planted import HOGGED, JOURNALED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
 from simulation.stage import Choices
 from support import tcpstore_server
 from tcpstore_async.serving import build
@@ -71,6 +72,9 @@ KINDS = {
     "stores": Kind(lambda seed: stores.run(stores.chosen(seed)).done, "commands", 500, 200_000, NAMED, stores),
     "links": Kind(
         lambda seed: linked.run(linked.chosen(seed)).broken, "links broken", 100, 100_000, [*LINKED, *REPLAYED], linked
+    ),
+    "journal": Kind(
+        lambda seed: journal.run(journal.chosen(seed)).crashes, "ends of servers", 50, 10_000, JOURNALED, journal
     ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED, states=2000),
@@ -271,7 +275,8 @@ def main() -> int:
     if given.scale is not None:
         counts = {kind: round(one.schedules * given.scale) for kind, one in KINDS.items()}
     if given.across:
-        counts.pop("proxied", None)  # its servers are real ones
+        for kind in ("proxied", "journal"):  # their servers are real ones
+            counts.pop(kind, None)
         return max(across(kind, range(given.first, given.first + count)) for kind, count in counts.items())
     failed = [
         many(kind, range(given.first, given.first + count), given.jobs, given.most) for kind, count in counts.items()

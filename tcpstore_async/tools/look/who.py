@@ -62,17 +62,18 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
     parts = ["sessions", "counters", "keys"]
     facts = look_in(context, admin, parts)
     others = _keep_those_in(facts, context.store) if missing else []
+    held = list(filter(None, [str(facts.server.get("why_held", ""))]))
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks, awaited(facts))
-        _print(context, _callers_keys(answer), lambda: [*_missing_lines(answer), *others])
+        _print(context, _callers_keys(answer), lambda: [*held, *_missing_lines(answer), *others])
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
     sessions.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["port"]))
     columns: tuple[str, ...] = ("rank", "host", "port", "pid", "joined", "command", "does", "since")
     if any(one["store"] for one in sessions):
         columns = ("store", *columns)
-    _print(context, sessions, lambda: _table(columns, sessions))
+    _print(context, sessions, lambda: [*held, *_table(columns, sessions)])
 
 
 @click.command()

@@ -95,6 +95,8 @@ class Answers:
             return Answer(503, TEXT, b"the server is no longer accepting connections\n")
         if _number(server, "connections") >= _number(server, "max_connections") > 0:
             return Answer(503, TEXT, b"the server is at its connection limit\n")
+        if server.get("why_held"):
+            return Answer(503, TEXT, f"{clip(str(server['why_held']))}\n".encode())
         return Answer(200, TEXT, b"ready\n")
 
     def _reason(self) -> str:
@@ -165,7 +167,7 @@ def _json(value: object) -> Answer:
 
 def _about(counters: Look) -> dict[str, Any]:
     server = counters.server
-    return {name: server.get(name) for name in ("host", "port", "pid", "version", "build")}
+    return {name: server.get(name) for name in ("host", "port", "pid", "version", "build", "why_held")}
 
 
 def _store(store: NamedStore) -> dict[str, Any]:

@@ -117,6 +117,8 @@ class _Server(Collector):
         yield InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
         accepting = float(bool(server.get("accepting", True)))
         yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
+        held = float(bool(server.get("why_held")))
+        yield GaugeMetricFamily("tcpstore_writes_held", "Whether writes wait for space on the disk.", value=held)
         for name, text, gauge in _GAUGES:
             value = gauge(stats)
             if value is not None:

@@ -256,6 +256,11 @@ def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
         until(lambda: get(port, "/readyz") == (503, "the server is no longer accepting connections\n"))
         admin.server = {**admin.server, "accepting": True, "connections": 100}
         until(lambda: get(port, "/readyz") == (503, "the server is at its connection limit\n"))
+        assert "tcpstore_writes_held 0.0\n" in get(port, "/metrics")[1]
+        admin.server = {**admin.server, "connections": 1, "why_held": "the journal cannot grow"}
+        until(lambda: get(port, "/readyz") == (503, "the journal cannot grow\n"))
+        assert "tcpstore_writes_held 1.0\n" in get(port, "/metrics")[1]
+        assert json.loads(get(port, "/api/state")[1])["server"]["why_held"] == "the journal cannot grow"
         assert get(port, "/livez")[0] == 200
 
 

@@ -42,7 +42,7 @@ def test_each_metric_has_its_value() -> None:
     assert samples(counters()) == {
         "tcpstore_up": 1,
         'tcpstore_build_info{build="stub",version="0.0"}': 1,
-        "tcpstore_accepting": 1,
+        "tcpstore_accepting": 1, "tcpstore_writes_held": 0,
         "tcpstore_start_time_seconds": 1_000_000,
         "tcpstore_resident_memory_bytes": 4096,
         "tcpstore_cpu_seconds_total": 12.5,
@@ -158,7 +158,12 @@ def test_the_dashboard_shows_every_metric() -> None:
     board = json.loads((DEPLOY / "grafana.json").read_text())
     used = set(re.findall(r"\btcpstore_\w+", json.dumps(board)))
     left_out = {name for name in exposed() - used if not name.endswith(("_sum", "_count"))}
-    assert left_out == {"tcpstore_build_info", "tcpstore_accepting", "tcpstore_turn_seconds_bucket"}
+    assert left_out == {
+        "tcpstore_build_info",
+        "tcpstore_accepting",
+        "tcpstore_writes_held",
+        "tcpstore_turn_seconds_bucket",
+    }
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [(cell, panel["gridPos"]) for panel in panels for cell in [panel["gridPos"]]]

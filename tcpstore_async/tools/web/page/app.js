@@ -428,6 +428,8 @@ function show(state) {
     status(`the server has not answered since ${since}${state.error ? `: ${state.error}` : ""}`, true);
   } else if (state.failed) {
     status(`cannot inspect the server: ${state.failed}`, true);
+  } else if (state.server.why_held) {
+    status(state.server.why_held, true);
   } else if (!look) {
     status("loading …", false);
   } else {
