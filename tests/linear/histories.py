@@ -1,16 +1,18 @@
-"""Records calls of many clients while a server with a journal meets one kind of fault, and tells whether the histories
-are linearizable.
+"""Records calls of many clients during faults of one kind, and tells whether their histories are linearizable.
 
     python tests/linear/histories.py --kind kill [--seconds 60] [--seed 1] [--sync always]
 
 kill: the server is killed and started again. stop: it, or the relay, is stopped by SIGSTOP for a while. reset: all
 connections are. partition: nothing passes between the server's host and that of the clients (network namespaces, as
-root). memory: other clients use up a small budget. disk: the journal's file system is full for a while (a tmpfs, as
-root). ioerror: writing to the journal fails. none: nothing happens.
+root). memory: other clients use up a small budget, and the server may be killed meanwhile. disk: the journal's file
+system is full for a while (a tmpfs, as root). ioerror: writing to the journal fails. none: nothing happens.
 
-Half of the clients are behind a relay. Except for `memory`, which disconnects clients, any error is a finding, as is
-a client that hangs. Keys are new after each fault, and read to the end once no call uses them any more. Prints one line
-of JSON; the exit status is 1 if anything was wrong, and then the shortest history that shows it is printed, too.
+Half of the clients are behind a relay. Except for `memory`, which disconnects clients, any error is a finding, as is a
+client that hangs. A client that is disconnected may have been given an item that it could not confirm: then items are
+not in order, but none is lost. Keys are new after each fault, and read to the end once no call uses them.
+
+Prints one line of JSON; the exit status is 1 if anything was wrong, and then the shortest history that shows it is
+printed, too.
 """
 
 from __future__ import annotations
@@ -333,7 +335,7 @@ async def partition(stage: Stage) -> None:
 
 
 async def memory(stage: Stage) -> None:
-    """Fill the store above all marks, and keep it so for a while."""
+    """Fill the store above all marks, and keep it so for a while; sometimes the server is killed meanwhile."""
     keys = [f"fill {number}" for number in range(BUDGET // LARGE)]
 
     async def each(method: str, *given: bytes) -> None:
@@ -352,6 +354,7 @@ async def memory(stage: Stage) -> None:
         with suppress(DistError):
             await each("set", b"." * LARGE)
     await asyncio.sleep(stage.rng.choice((0.0, 0.5)))
+    await stage.rng.choice((nothing, kill))(stage)
     while not await free():
         pass
 
