@@ -236,7 +236,7 @@ def right(order: tuple[Call, ...], step: Step) -> bool:
 def test_the_same_as_all_orders(step: Step, methods: st.SearchStrategy[tuple[str, tuple[Any, ...], Any]]) -> None:
     verdicts = set()
 
-    @settings(max_examples=200)
+    @settings(max_examples=200, deadline=None)
     @given(st.lists(st.tuples(methods, TIMES), max_size=5))
     def same(drawn: list[tuple[tuple[str, tuple[Any, ...], Any], tuple[int, int | None]]]) -> None:
         calls = [
