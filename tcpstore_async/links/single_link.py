@@ -39,7 +39,7 @@ class SingleLink(Keeper):
         """None while it is broken."""
         self.stream = Resumable(registry.store.budget)
         """The bytes since LINK: requests taken, and replies."""
-        self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, session.evict)
+        self.carrier = Carrier(registry, identity, secret, self.stream, SINGLE_BYTES, self.evict)
         self.over = False
         self._ahead: int = 0
         """Pieces of the session's output that are kept already."""
@@ -250,14 +250,19 @@ class SingleLink(Keeper):
         registry.forget_single(self.carrier.identity)
         self.carrier.forget()
 
-    def end(self, reason: str) -> None:
-        """End the link with its session, and close its connection; a `reason` that is not empty is logged."""
-        if self.over:
-            return
+    def evict(self, error: PeerError) -> None:
+        """End the link with its session, so that the bytes kept for it are free at once."""
+        connection = self.connection
         self.forget()
-        if self.connection is not None:
-            self.session.evict(ProtocolError(reason))
+        if connection is not None:
+            self.session.evict(error)
             return
+        reason = str(error)
         if reason:
             self.registry.on_end(self, reason)
         self.session.leave()
+
+    def end(self, reason: str) -> None:
+        """End the link with its session, and close its connection; a `reason` that is not empty is logged."""
+        if not self.over:
+            self.evict(ProtocolError(reason))
