@@ -44,6 +44,7 @@ help:
 	@echo "make simulate  random schedules of every kind, on the compiled build, and the planted defects: half an hour on two cores (SCALE=0.1: a tenth)"
 	@echo "make test-persist  the tests of what peers see, with a journal for every server"
 	@echo "make reliability  kills servers with a journal under load, 1,000 times: an hour on two cores (KILLS=100: a tenth)"
+	@echo "make linear    checks that histories of calls are linearizable while faults of each kind happen: ten minutes (SECONDS=10: of each kind)"
 	@echo "make soak      a server with a journal under load for an hour, ended now and then (MINUTES=20)"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
@@ -100,6 +101,15 @@ MINUTES ?= 60
 .PHONY: soak
 soak: .venv/.test build/compiled/.made
 	PYTHONPATH="$(COMPILED):tests" $(BIN)/python tests/faults/soak.py --minutes $(MINUTES)
+
+# What needs root is left out without it.
+SECONDS ?= 60
+.PHONY: linear
+linear: .venv/.test build/compiled/.made
+	@for kind in kill stop reset memory ioerror $$([ "$$(id -u)" != 0 ] || echo partition disk); do \
+		PYTHONPATH="$(COMPILED)" $(BIN)/python tests/linear/histories.py --kind $$kind --seconds $(SECONDS) || failed=1; \
+	done; exit $${failed:-0}
+	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/linear/histories.py --kind kill --seconds $(SECONDS) --sync always
 
 # Any finding is an error, and so is a planted defect that is not found.
 SCALE ?= 1

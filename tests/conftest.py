@@ -53,6 +53,7 @@ FOLDERS = {
     "tls": "slow compiled measured",
     ".": "unmeasured",
     "log": "compiled",
+    "linear": "",
     "simulation": "compiled repeated",
     "bench": "slow",
     "names": "slow",

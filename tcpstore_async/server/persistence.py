@@ -115,8 +115,11 @@ class Persistence:
         """Break all connections, as they are gone, or about to go: events like any others."""
         hub, links = self._engine.root.hub, self._links
         sessions = self._recorder.numbers
-        for link in list(links.attaching):
-            link.attach()
+        for link, session in list(links.attaching.items()):
+            if isinstance(session.owner, Transport) and not link.over:
+                link.attach()
+            else:  # its client has left, or was evicted, since it sent LINK
+                link.abandon()
         if self._engine.named is not None:
             self._engine.named.restart(self._clock.now + links.grace)
         for session in list(sessions):

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,6 +35,8 @@ from tcpstore_async.stores.agent import Agent, Options, RoundsClosed, agent_name
 ROOT = Path(__file__).parent.parent.parent
 COMPILED = ROOT / "build" / "compiled"
 DIGESTS = ROOT / "tests" / "log" / "digests.py"
+
+PROGRAM = (sys.executable, "-m", "tcpstore_async")
 
 TIMEOUT = 60.0
 
@@ -60,12 +62,20 @@ class Server:
     """A server at one port and directory, which is killed and comes back."""
 
     def __init__(
-        self, folder: Path, port: int, options: list[str], env: dict[str, str], how: str, builds: list[str]
+        self,
+        folder: Path,
+        port: int,
+        options: list[str],
+        env: dict[str, str],
+        how: str = "kill",
+        builds: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self.folder = folder
         self.port = port
         self.options = options
         self.env = env
+        self.program = program
         self.how = how
         self.builds = builds
         """Folders for PYTHONPATH, of each of which a server is started in turn; none for the present one."""
@@ -76,7 +86,7 @@ class Server:
         if self.builds:
             self.env = {**self.env, "PYTHONPATH": self.builds[self.started % len(self.builds)]}
         self.started += 1
-        command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", str(self.port), *self.options]
+        command = [*self.program, "serve", "--port", str(self.port), *self.options]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--persist", str(self.folder / "journal"), "--admin", str(self.folder / "admin")],

@@ -16,7 +16,8 @@ import pytest
 
 from faults.fault_helpers import Watch, until
 from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server
-from tcpstore_async import Limits, serve
+from tcpstore_async import AsyncTCPStore, Limits, serve
+from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.links.link_client import ClientLink, Stream
 from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
@@ -273,3 +274,22 @@ async def test_a_connection_that_cannot_be_served_leaks_no_descriptor(monkeypatc
         monkeypatch.setattr(server.poller, "watch", watched)
         assert len(os.listdir("/proc/self/fd")) <= before
         assert server.count == 0
+
+
+async def test_what_is_kept_for_a_single_link_is_free_at_once() -> None:
+    """Else the store waits for memory that its eviction does not free, and the server with it."""
+    async with serve(limits=Limits(budget_bytes=4_000_000, value_bytes=1_000_000)) as server:
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port) as reader:
+            await reader.num_keys()
+            async with await AsyncTCPStore.connect("127.0.0.1", server.port) as other:
+                await other.set("read", bytes(25_000))
+                await reader.get("read")
+                await other.delete_key("read")
+            for number in range(250):
+                with suppress(DistNetworkError):
+                    async with await AsyncTCPStore.connect("127.0.0.1", server.port) as writer:
+                        await writer.set(f"{number}", bytes(20_000))
+                        await writer.num_keys()
+            assert server.store.budget.used() > 3_600_000
+            with pytest.raises(DistNetworkError):
+                await reader.num_keys()

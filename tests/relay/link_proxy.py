@@ -133,11 +133,13 @@ class _Pair:
         """Have both pumps end; with a reset, nothing is sent before the last of them closes."""
         if self.over:
             return
+        if reset:  # before any pump can see that it is over, and close
+            for one in self.both:
+                with contextlib.suppress(OSError):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.over = True
         for one in self.both:
             with contextlib.suppress(OSError):
-                if reset:
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 one.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName, name_of
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
-from tcpstore_async.log.encoding import JournalError
+from tcpstore_async.log.encoding import JournalError, encode
+from tcpstore_async.log.events import OPENED, RECEIVE, Event, Reference
 from tcpstore_async.log.journal import Journal, read_records, segments_of
 from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
@@ -583,3 +584,24 @@ async def test_stop(tmp_path: Path) -> None:
         done = await asyncio.to_thread(tcpstore, "stop", "--admin", str(tmp_path / "admin"))
         assert done.returncode == 1
         assert b"this server ends with the process that started it" in done.stderr
+
+
+async def test_a_client_that_leaves_before_its_new_link_has_a_connection(tmp_path: Path) -> None:
+    """If the server is killed just then, the next one starts nevertheless."""
+    folder = tmp_path / "journal"
+    async with serve(persist=folder) as server:
+        server.stop(for_good=False)
+    link = BY_METHOD["link"]
+    session = Reference("session", 1)
+    request = HANDSHAKE + link.prefix + link.request.encode(ClientSingleLink().fields())
+    events = [
+        Event(OPENED, Reference("store", ""), ("127.0.0.1", 1, 0.0), 0.0),
+        Event(RECEIVE, session, (request,), 0.0),
+        Event("leave", session, (), 0.0),
+    ]
+    journal = Journal(folder, False, settings_of(folder))
+    assert list(journal.read()) == []
+    journal.append(0.0, 0, encode(events))
+    journal.close()
+    async with serve(persist=folder) as server:
+        assert server.links.clients(0) == 0
