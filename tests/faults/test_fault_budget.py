@@ -279,7 +279,8 @@ async def test_a_connection_that_cannot_be_served_leaks_no_descriptor(monkeypatc
 async def test_what_is_kept_for_a_single_link_is_free_at_once() -> None:
     """Else the store waits for memory that its eviction does not free, and the server with it."""
     async with serve(limits=Limits(budget_bytes=4_000_000, value_bytes=1_000_000)) as server:
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port) as reader:
+        reader = await AsyncTCPStore.connect("127.0.0.1", server.port)
+        async with reader:
             await reader.num_keys()
             async with await AsyncTCPStore.connect("127.0.0.1", server.port) as other:
                 await other.set("read", bytes(25_000))
