@@ -155,6 +155,8 @@ class SingleLink(Keeper):
     def keep(self, out: list[Framed]) -> None:
         self.keep_ahead(out)
         self._ahead = 0
+        if not self.over:  # only now: whom this evicts has what it was to be sent in the same record
+            self.carrier.count()
 
     def keep_ahead(self, out: list[Framed]) -> None:
         new = out[self._ahead :] if self._ahead else out
@@ -165,8 +167,6 @@ class SingleLink(Keeper):
         stream.keep(new)
         if stream.kept is not None and len(stream.kept.pieces) > MOST_PIECES:
             self._give_up()
-        else:
-            self.carrier.count()
 
     def _give_up(self) -> None:
         """End the link: its client acknowledges too rarely, or a reply has too many pieces."""

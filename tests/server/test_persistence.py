@@ -13,17 +13,19 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tcpstore_async
-from conformance.frames import NUM_KEYS, push, set_, wait
+from conformance.frames import NUM_KEYS, get, push, set_, wait
 from faults.kills import kills
 from log.digests import look
 from support import (
     HANDSHAKE,
+    LIMIT,
     Server,
     free_port,
     listening,
@@ -533,6 +535,34 @@ async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len(server.store.keyspace.queues[b"/queue"]) == 2 * len(peers)
     assert sum(sizes) > 48 * 800_000
     assert max(sizes) < 2 << 20
+
+
+async def test_a_session_that_is_evicted_when_another_ones_replies_are_kept(tmp_path: Path) -> None:
+    """Its own replies of the same turn are in the record nevertheless."""
+    folder = tmp_path / "journal"
+    link = BY_METHOD["link"]
+    async with serve(persist=folder) as server:
+        streams = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            streams.append((reader, writer))
+            writer.write(HANDSHAKE + link.prefix + link.request.encode(ClientSingleLink().fields()))
+            await reader.readuntil(b"}")
+        (_, reads), (answers, writes) = streams
+        writes.write(set_(b"/one", bytes(30_000)) + set_(b"/two", bytes(30_000)) + NUM_KEYS)
+        assert await answers.readexactly(8) == u64(2)
+        budget = server.store.budget
+        budget.resize((budget.used() + 25_000) * 16 // 14)
+        reads.write(get(b"/one"))  # its reply is kept until it is acknowledged
+        writes.write(NUM_KEYS)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(answers.read(), LIMIT)
+        assert server.closed_for == {"budget_bytes": 1}
+        assert look(folder)["wrong"] == []
+        for _, writer in streams:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
 
 
 async def test_a_links_secret_that_arrives_in_parts_is_not_in_the_journal(tmp_path: Path) -> None:
