@@ -4,7 +4,8 @@
 
 The load is that of `kills.py`, and so are the checks. Every `rest` seconds the server is killed, told to end, or
 replaced, in turn. Prints one line of JSON: the peaks of the first and the second half of the time. The exit status is 1
-if anything was wrong, or a peak of the second half is above the first's by a quarter.
+if anything was wrong, if a peak of the second half is above the first's by a quarter, or if the disk held more than
+three times a snapshot and 64 MiB.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _SECONDS = 0.25
 """Between two looks."""
 
 _GROWTH = 1.25
+_ALLOWED = 64 << 10
+"""KiB that a journal may have besides three times its snapshot."""
+
 _WAYS = ("kill", "term", "replace")
 
 
@@ -55,7 +59,9 @@ async def watch(server: Server, relays: list[int], peaks: list[dict[str, int]], 
         for pid in relays:
             seen |= {f"relay {name}": value for name, value in look(pid).items()}
         with suppress(OSError):
-            seen["disk"] = sum(path.stat().st_size for path in (server.folder / "journal").iterdir()) >> 10
+            sizes = {path.name: path.stat().st_size for path in (server.folder / "journal").iterdir()}
+            snapshot = max([size for name, size in sizes.items() if name.startswith("snapshot")], default=0)
+            seen["disk beyond"] = max(0, (sum(sizes.values()) >> 10) - (3 * snapshot >> 10) - _ALLOWED)
         for name, value in seen.items():
             half[name] = max(half.get(name, 0), value)
         await asyncio.sleep(_SECONDS)
@@ -68,6 +74,9 @@ async def soak(server: Server, url: str, ports: list[int], relays: list[int], mi
     found = await run(server, url, ports, max(1, round(seconds / (rest + 1))), 1, [], rest)
     watching.cancel()
     grown = {name: (peaks[0][name], value) for name, value in peaks[1].items() if value > _GROWTH * peaks[0][name]}
+    beyond = max(half.get("disk beyond", 0) for half in peaks)
+    if beyond:
+        grown["disk beyond"] = (0, beyond)
     return found | {"first half": peaks[0], "second half": peaks[1], "grown": grown}
 
 
