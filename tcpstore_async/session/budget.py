@@ -211,8 +211,11 @@ class Budget(Pins):
             self.charge(-size)
 
     def keep_listing(self, listing: KeyListing) -> None:
-        """Cache a listing until the keys change, so that clients that ask at the same time share one copy."""
-        if listing.size > CHUNK and listing.changes == self.keyspace.changes:
+        """Cache a listing until the keys change, so that clients that ask at the same time share one copy.
+
+        Not if events are recorded: a listing that is dropped, as memory is short, would have to be an event.
+        """
+        if self.clock.recorder is None and listing.size > CHUNK and listing.changes == self.keyspace.changes:
             self.drop_listing()
             self._listing = listing
             self.charge(listing.size)

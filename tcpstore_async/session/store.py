@@ -258,12 +258,16 @@ class Store(Table):
 
     def _encode_listing(self, listing: KeyListing) -> Steps:
         portion = self.keyspace.portion
-        while not listing.is_complete():  # another client's command may complete it between two steps
-            listing.add(portion)
-            if listing.is_complete():
-                self._keep_listing(listing)
-            else:
-                yield
+        try:
+            while not listing.is_complete():  # another client's command may complete it between two steps
+                listing.add(portion)
+                if listing.is_complete():
+                    self._keep_listing(listing)
+                else:
+                    yield
+        finally:
+            if self._listing is listing:  # its client has left: nobody continues with what no snapshot has
+                self._listing = None
         return listing.pieces
 
     def _keep_listing(self, listing: KeyListing) -> None:

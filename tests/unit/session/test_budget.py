@@ -140,6 +140,24 @@ def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
     assert store._listing is None, "it is kept where nothing counts it"
 
 
+def test_nobody_continues_with_a_listing_whose_client_has_left() -> None:
+    """How many steps a command takes must not depend on what no snapshot has."""
+    store = Store(Limits(), portion=10)
+    session, other = greeted(store), greeted(store)
+    for number in range(100):
+        session.receive(Command("set", b"%01000d" % number, b"").frame)
+    session.receive(Command("list_keys").frame)
+    for _ in range(5):
+        session.receive(b"")
+    session.leave()
+    other.receive(Command("list_keys").frame)
+    steps = 0
+    while other.running is not None:
+        other.receive(b"")
+        steps += 1
+    assert steps == 10
+
+
 def test_a_queue_counts_its_overhead() -> None:
     """r14: a queue of one item was counted 144 bytes and took 925."""
     keyspace = Keyspace(Limits())
