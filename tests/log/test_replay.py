@@ -188,10 +188,11 @@ async def test_reading_what_was_appended_to() -> None:
 async def test_all_keys_are_listed_again() -> None:
     """The reply is not kept for the next who asks: whether it still is depends on memory, and no snapshot has it."""
     async with recorded(every=1) as server:
-        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0) as store:
-            await store.multi_set([f"{number:050}" for number in range(1500)], [b""] * 1500)
-            for _ in range(3):
-                assert len(await store.list_keys()) == 1500
+        store = await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0)
+        await store.multi_set([f"{number:050}" for number in range(1500)], [b""] * 1500)
+        for _ in range(3):
+            assert len(await store.list_keys()) == 1500
+        await store.close()
 
 
 async def test_a_link_whose_client_leaves_before_the_reply() -> None:
