@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -535,6 +536,25 @@ async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len(server.store.keyspace.queues[b"/queue"]) == 2 * len(peers)
     assert sum(sizes) > 48 * 800_000
     assert max(sizes) < 2 << 20
+
+
+async def test_an_older_copy_that_is_put_back(tmp_path: Path) -> None:
+    """It is whole, but its clients know more: none of them continues on it."""
+    folder, copy = tmp_path / "journal", tmp_path / "copy"
+    with Restarting(folder) as restarting:
+        store = await connected("async", restarting.port)
+        assert await store.add("count", 1) == 1
+        shutil.copytree(folder, copy)
+        assert await store.add("count", 1) == 2
+        restarting.kill()
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+        restarting.start()
+        with pytest.raises(DistNetworkError, match="did not keep the session"):
+            await store.add("count", 1)
+        async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", restarting.port) as other:
+            assert await other.add("count", 0) == 1
+        await store.close()
 
 
 async def test_a_session_that_is_evicted_when_another_ones_replies_are_kept(tmp_path: Path) -> None:
