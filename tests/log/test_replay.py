@@ -39,7 +39,7 @@ async def recorded(limits: Limits | None = None, every: int = 40) -> AsyncIterat
             assert isinstance(server, UvServer)
             recording = Recording(Engine(server.store, server.named, server.links), every)
             yield server
-    compare(recording.start, recording.noted)
+    compare(recording.start, recording.noted, between=1)
 
 
 async def cut(server: UvServer, rng: random.Random, count: int) -> None:

@@ -112,6 +112,7 @@ def fields_of(command: Command, key: bytes, others: bytes) -> list[tuple[Any, ..
             ([*[(others + b"%d" % n, value) for n in range(1500)], (key, value)],),
         ],
         id(codecs.NAMED_VALUES): [([(b"name", value)],)],
+        id(codecs.WHOLE_NAMED_VALUES): [([(b"name", value)],)],
         id(codecs.TOKEN): [(value,)],
     }
     return by_codec[id(command.request)]
