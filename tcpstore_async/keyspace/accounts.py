@@ -8,7 +8,6 @@ from ..base.errors import NotAllowedError, counted
 from ..base.mypyc_shim import mypyc_attr
 
 
-@mypyc_attr(serializable=True)
 class Usage:
     """What the holders of one token make the server hold, in all stores."""
 
@@ -50,7 +49,7 @@ class Usage:
         )
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Account:
     """What the holders of one token have stored in one store."""
 

@@ -71,7 +71,7 @@ def _texts(names: list[bytes]) -> list[str]:
     return [name.decode(errors="replace") for name in names[:MOST_NAMED]]
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ended:
     """A job that has ended successfully."""
 

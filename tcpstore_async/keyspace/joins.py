@@ -20,7 +20,7 @@ _LEFT: Final = -1
 """In place of the number of waiters, once one of them has sent LEAVE."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Joins:
     """The ranks that have joined one counter, each by its own token."""
 

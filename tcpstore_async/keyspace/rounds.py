@@ -46,7 +46,7 @@ Status = tuple[int, int, int, int, int, int]
 the agent stands, and the number of the last call if it is this agent's to time, else 0."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Agent:
     """One agent, while a connection represents it and it is not considered dead."""
 
@@ -69,7 +69,7 @@ class Agent:
         return AGENT_BYTES + len(self.name)
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Group:
     """Agents in the order of their names."""
 
@@ -106,7 +106,7 @@ class Group:
         return others
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Due:
     """Parked agents that have to be answered: all of a group alike, except for their ranks."""
 
@@ -124,7 +124,7 @@ class Due:
         return self.round, rank, len(self.agents)
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Rounds:
     """The rounds that agents meet in under one key."""
 

@@ -47,7 +47,7 @@ AWAITED: Final = {
 """What a waiter in each state waits for, as `keys.describe_wait` calls it."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Handoff:
     """An item of a queue that a woken waiter is expected to take with its next command."""
 
@@ -128,7 +128,6 @@ class GroupRegistry:
         raise NotImplementedError
 
 
-@mypyc_attr(serializable=True)
 class Group(Waiter):
     """Waiters that are registered as one."""
 
@@ -143,6 +142,7 @@ class Group(Waiter):
         raise NotImplementedError
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Counter(Group):
     """The waiters for a counter to reach a number. Under its key they are one waiter, registered for every write.
 
@@ -205,7 +205,7 @@ UNKNOWN: Final = -1
 """Of `KeyList.present`: not looked up since a key changed."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KeyList:
     """A list of keys that requests name alike, and what is kept for it while none of its keys changes."""
 
@@ -235,6 +235,7 @@ class KeyList:
         """Incomplete frames that are being compared with the list."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SharedWait(Group):
     """WAITs for one list of keys: their waiters are registered as one, so that each costs the same for any list.
 

@@ -16,6 +16,7 @@ from ..auth.access import Access
 from ..base.addresses import format_address, is_loopback
 from ..base.errors import BudgetError, PeerError, ProtocolError, counted
 from ..base.limits import Limits
+from ..base.mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.peer import printable
 from ..session.server import ServerSession
@@ -51,6 +52,7 @@ _MAX_HOSTS: Final = 64
 """Most addresses whose host is remembered."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LinkInput(PartialRequest):
     """The frames after LINK, as a request without end."""
 

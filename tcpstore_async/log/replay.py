@@ -21,7 +21,7 @@ from .events import OPENED, RECEIVE, Engine, Event, EventRecorder, Evicted, Refe
 _UNLIMITED: Final = 2**62
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ghost(Transport):
     """A connection that is not there."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..auth.access import Access, show
 from ..base.errors import NotAllowedError
+from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.accounts import Account, Usage
 from ..keyspace.keyspace import Keyspace
 from ..keyspace.waiter_types import KeyList
@@ -22,6 +23,7 @@ from .budget import Holder
 _GET: Final = "get"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TokenUsage(Usage):
     """What the holders of a token have stored, and their connections."""
 

@@ -12,6 +12,7 @@ lists of all stores never count more than `capacity`, and one with which an inco
 from typing import Any, Final
 
 from ..base.limits import MIB, Limits
+from ..base.mypyc_shim import mypyc_attr
 from ..keyspace.keyspace import Keyspace
 from ..keyspace.waiter_types import KeyList
 from ..wire.codecs import KEY, CountedList, Handler, PartialList, PartialRequest, alone, key_stop, take_keys
@@ -156,6 +157,7 @@ class SharedKeys(CountedList):
         return self.execute(self.cache.add(self.encode((keys,)), keys))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartialKeys(PartialList):
     """A list of keys of which a part has arrived that does not equal a known list."""
 
@@ -170,6 +172,7 @@ class PartialKeys(PartialList):
 _NO_ITEMS: Final[list[Any]] = []
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EqualSoFar(PartialRequest):
     """A list of keys of which a part has arrived that equals the start of a known list."""
 

@@ -95,7 +95,7 @@ class StoreEnded(PeerError):
     """The store that a session was in has ended."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Entry:
     """An ENTER: what a session has said about the store that it wants to be in."""
 

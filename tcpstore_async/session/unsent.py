@@ -33,7 +33,7 @@ PIECES: Final = 256
 """Most pieces in one write."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Pin:
     """A piece of a reply kept by reference, however many replies share it."""
 
@@ -58,7 +58,7 @@ class Pins:
         raise NotImplementedError
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Unsent:
     """The replies to one peer that the kernel has not accepted, in order."""
 

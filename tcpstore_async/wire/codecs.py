@@ -67,7 +67,6 @@ FIELD_LAYOUTS: Final = {
 list of keys, pairs of key and value, pairs of name and value."""
 
 
-@mypyc_attr(serializable=True)
 class PartialRequest:
     """The state of a request that has been decoded in part."""
 
@@ -318,6 +317,7 @@ class _KeyValueNumbers(_BeginsWithKey):
         return pack(fields[0]) + value + self.numbers.pack(*fields[2:])
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartialValues(PartialRequest):
     """A request whose first value was large and has arrived, while the second is incomplete."""
 
@@ -333,6 +333,7 @@ class PartialValues(PartialRequest):
         return sum(map(len, self.items))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LargeValue(PartialRequest):
     """A request whose large value is received straight into the buffer that will be stored or compared.
 
@@ -480,6 +481,7 @@ class _WholeList(CountedList):
             raise ProtocolError(f"names and values of {size} bytes (max {self.most})")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartialList(PartialRequest):
     """A counted list of which some items have arrived."""
 

@@ -53,7 +53,7 @@ Value = Framed | list[Framed]
 """A value in a reply: one piece or, if it is large and was appended to, several."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Growing:
     """A value under APPEND: immutable pieces and a growing tail."""
 
