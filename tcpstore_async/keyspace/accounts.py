@@ -8,6 +8,7 @@ from ..base.errors import NotAllowedError, counted
 from ..base.mypyc_shim import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Usage:
     """What the holders of one token make the server hold, in all stores."""
 

@@ -142,7 +142,6 @@ class Group(Waiter):
         raise NotImplementedError
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Counter(Group):
     """The waiters for a counter to reach a number. Under its key they are one waiter, registered for every write.
 
@@ -235,7 +234,6 @@ class KeyList:
         """Incomplete frames that are being compared with the list."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SharedWait(Group):
     """WAITs for one list of keys: their waiters are registered as one, so that each costs the same for any list.
 

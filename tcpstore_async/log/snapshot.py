@@ -382,6 +382,8 @@ class _Loader:
                 self._registry(), identity, secret, self.value(session)
             ),
             _NAME_OF[LinkedSession]: lambda link, number: LinkedSession(root, self.value(link), number, "", 0, 0.0),
+            _NAME_OF[Counter]: lambda: Counter(root.keyspace, b"", 0),
+            _NAME_OF[SharedWait]: lambda: SharedWait(root.keyspace),
             "b": bytes,
             "a": bytearray,
         }

@@ -67,6 +67,7 @@ FIELD_LAYOUTS: Final = {
 list of keys, pairs of key and value, pairs of name and value."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartialRequest:
     """The state of a request that has been decoded in part."""
 
