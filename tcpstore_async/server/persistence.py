@@ -107,6 +107,7 @@ class Persistence:
         self._turn.offset = last - self._clock.now  # the time without a server is nobody's fault
         self._turn.begin()
         self.break_all(lambda connection: connection.leave(True))
+        self._links.hold(0)  # until it is known what the disk has space for
         if differs:
             self._links.instance = _UNKNOWN
         self.commit()
@@ -131,7 +132,6 @@ class Persistence:
             if isinstance(owner, Transport):
                 owner.close()
         links.restart()
-        links.hold(0)
         hub.pending_flush.extend(session for session in sessions if session.out)
 
     # Each turn
