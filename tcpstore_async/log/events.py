@@ -71,7 +71,7 @@ class Evicted(NamedTuple):
     wanted: int
     """See `Clock.points`."""
     victim: Reference | None
-    """None if nobody's command was refused."""
+    """None if a command was refused for which no peer is known."""
 
 
 class Reply(NamedTuple):

@@ -172,7 +172,7 @@ class Journal:
         self.snapshot = None
         self._trim(reader.first)
         yield from read_records(self.folder, reader)
-        segments = segments_of(self.folder)
+        segments = segments_of(self.folder, reader.first)
         self.chain = reader.chain
         self._count = reader.first + len(segments)
         if segments:
@@ -287,21 +287,10 @@ class Journal:
             self.refused = ""
         except OSError as error:
             self.refused = error.strerror or str(error)
-            with suppress(OSError):  # others may need the space
-                (self.folder / "made").unlink(missing_ok=True)
         self.on_made()
 
     def _make(self, path: Path, parts: Iterable[bytes]) -> None:
-        """Make a whole file, or none."""
-        made = self.folder / "made"
-        made.unlink(missing_ok=True)
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 0) as file:
-            for part in parts:
-                while part:
-                    part = part[file.write(part) :]
-            if self.sync:
-                os.fsync(file.fileno())
-        made.rename(path)
+        _make_whole(path, self.folder / "made", parts, self.sync)
 
     def _finish_ahead(self) -> None:
         if self._ahead is not None:
@@ -354,6 +343,27 @@ class Journal:
             one.unlink(missing_ok=True)
 
 
+def _make_whole(path: Path, made: Path, parts: Iterable[bytes], sync: bool) -> None:
+    """Make a whole file, or none; `made` is its name until then. Raises OSError."""
+    fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb", 0) as file:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process that has lost its server may still be at it
+        os.fchmod(fd, 0o600)
+        try:
+            file.truncate(0)
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[file.write(view) :]
+            if sync:
+                os.fsync(fd)
+            made.rename(path)
+        except OSError:
+            with suppress(OSError):  # others may need the space
+                made.unlink(missing_ok=True)
+            raise
+
+
 def _sync_file(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -362,9 +372,9 @@ def _sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def segments_of(folder: Path) -> list[Path]:
-    """Return the segments of a journal, in order."""
-    return sorted(folder.glob(_SEGMENT + "[0-9]" * 8))
+def segments_of(folder: Path, first: int = 0) -> list[Path]:
+    """Return the segments of a journal in order, from this number on."""
+    return [path for path in sorted(folder.glob(_SEGMENT + "[0-9]" * 8)) if _number(path) >= first]
 
 
 def snapshots_of(folder: Path) -> list[Path]:
@@ -401,29 +411,18 @@ def read_snapshot(folder: Path) -> Snapshot | None:
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
-    """Make a whole file, or none. Raises OSError."""
-    made = folder / _UNFINISHED
-    try:
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb", 0) as file:
-            for part in snapshot.encode():
-                view = memoryview(part)
-                while view:
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        made.rename(folder / f"{_SNAPSHOT}{snapshot.segment:08}")
-    except OSError:
-        made.unlink(missing_ok=True)
-        raise
+    """Make the file of a snapshot, on the disk. Raises OSError, also while another process makes one."""
+    _make_whole(folder / f"{_SNAPSHOT}{snapshot.segment:08}", folder / _UNFINISHED, snapshot.encode(), True)
     _sync_file(folder)
 
 
-def read_records(folder: Path, reader: Reader) -> Iterator[Record]:
+def read_records(folder: Path, reader: Reader, complete: bool = False) -> Iterator[Record]:
     """Yield the records of a journal, which may be another server's, with a reader that has read none.
 
-    Raises JournalError.
+    If that is so `complete`, leave out the last segment, to which its server may append. Raises JournalError.
     """
-    segments = [path for path in segments_of(folder) if _number(path) >= reader.first]
-    for number, path in enumerate(segments):
+    segments = segments_of(folder, reader.first)
+    for number, path in enumerate(segments[:-1] if complete else segments):
         if path.name != _name(reader.first + number):
             raise JournalError(f"{folder / _name(reader.first + number)} is missing")
         try:

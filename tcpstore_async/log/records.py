@@ -82,7 +82,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
         raise JournalError("this is no snapshot")
     if form != FORMAT:
         raise JournalError(f"the snapshot was written in format {form}; this version has {FORMAT}")
-    if len(data) != _SNAPSHOT.size + size + 4 or zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
+    if len(data) != _SNAPSHOT.size + size + 4 or zlib.crc32(memoryview(data)[:-4]).to_bytes(4, "little") != data[-4:]:
         raise JournalError("the snapshot is damaged")
     return Snapshot(segment, number, crc, now, data[_SNAPSHOT.size : -4], replay)
 
@@ -117,6 +117,8 @@ class Reader:
         self.chain = Chain() if after is None else Chain(after.number, after.crc)
         self.first: int = 0 if after is None else after.segment
         """The number of that segment."""
+        self.following = self.first
+        """The number of the segment after those that were read."""
         self.end: int = 0
         """Where the last segment's records end, in bytes."""
         self.torn: int = 0
@@ -155,6 +157,7 @@ class Reader:
             self.end = at
             yield Record(number, now, outputs, bytes(body[_FIXED.size :]))
         self.end = at
+        self.following += 1
         self.torn = len(segment[at:].rstrip(b"\0"))
         if self.torn and _is_followed(segment, at, chain.number):
             raise JournalError(f"record {chain.number}, at byte {at}, is damaged, and whole ones follow")

@@ -45,6 +45,7 @@ from ..wire.commands import SERVER_KEY
 from ..wire.values import Growing
 from .encoding import JournalError
 from .events import Engine, EventRecorder
+from .records import Snapshot
 from .replay import Ghost, Replayer
 
 _WAITER: Final = (
@@ -154,7 +155,7 @@ _ACCESS: Final = [field.name for field in dataclasses.fields(Access) if field.in
 _CONTAINERS: Final[dict[str, type]] = {"l": list, "d": dict, "o": OrderedDict, "s": set, "q": deque}
 _LETTERS: Final = {kind: letter for letter, kind in _CONTAINERS.items()}
 
-_REFUSED: Final = "h"
+_GREETED: Final = "h"
 _EVICTED: Final = "n"
 _ADMITTED: Final = "a"
 """The table of a session: that of the handshake, none, or the one for what its peer may do."""
@@ -177,7 +178,6 @@ def dump(source: Replayer | EventRecorder) -> bytes:
     for session in numbers:
         if session.running is not None:
             raise NotNowError(f"{session} has a command under way")
-    hub.budget.drop_listing()
     writer = _Writer(engine)
     given = [[writer.value(session), number] for session, number in numbers.items()]
     writer.finish()
@@ -311,7 +311,8 @@ class _Writer:
     def _attribute(self, thing: Any, name: str) -> Any:
         value = getattr(thing, name)
         if name == "pins":
-            held = {id(piece): piece for holder in thing.holders for piece in _pieces(holder)}
+            backlogs = [holder.backlog for holder in thing.holders if holder.backlog is not None]
+            held = {id(piece): piece for backlog in backlogs for piece in backlog.pieces}
             return [[self.value(held[number]), self.value(pin)] for number, pin in value.items() if number in held]
         if name == "reserved":
             return [[key, framed] for key, framed in value.items() if key != SERVER_KEY]
@@ -328,17 +329,18 @@ class _Writer:
         """Return which table a session has, its last command, and whether its incomplete request has a shared codec."""
         table = _ADMITTED
         if session.table is session.store.handshake:
-            table = _REFUSED
+            table = _GREETED
         elif session.table is NO_COMMANDS:
             table = _EVICTED
         codec = getattr(session.partial, "codec", None)
         return [table, session.slot.command.opcode, isinstance(codec, SharedKeys)]
 
 
-def _pieces(holder: Any) -> list[Any]:
-    """Return the pieces that a holder's replies consist of."""
-    backlog = holder.backlog
-    return [] if backlog is None else list(backlog.pieces)
+def restore(snapshot: Snapshot | None, target: Replayer) -> None:
+    """Give an engine in which nothing has happened yet the state and time of a snapshot. Raises JournalError."""
+    if snapshot is not None:
+        target.hub.clock.now = snapshot.now
+        load(snapshot.state, target)
 
 
 def load(data: bytes, target: Replayer) -> None:
@@ -461,13 +463,9 @@ class _Loader:
         self._guard(guarded)
         for session, (table, opcode, shared) in standing:
             _stand(session, table, opcode, shared)
-        named = self.engine.named
         for store in self.engine.root.hub.stores:
-            if isinstance(store, NamedStore):
-                if store.port:
-                    store.begin_sessions()
-                if named is not None and named.on_created is not None:
-                    named.on_created(store)
+            if isinstance(store, NamedStore) and store.port:
+                store.begin_sessions()
 
     def _set(self, thing: Any, name: str, given: Any) -> None:
         value: Any
@@ -487,7 +485,7 @@ class _Loader:
         before = {identity: one.guards for identity, one in usage.items()}
         for given in guarded:
             store, access, sessions, ended, account = [self.value(one) for one in given]
-            guard = store.guards.guard(access)
+            guard, _ = store.guards.guard(access)
             guard.sessions = sessions
             guard.ended = ended
             guard.account = account
@@ -498,7 +496,7 @@ class _Loader:
 def _stand(session: ServerSession, table: str, opcode: int, shared: bool) -> None:
     """Give a session its table, its last command and the codec of its incomplete request."""
     store = session.store
-    if table == _REFUSED:
+    if table == _GREETED:
         session.table = store.handshake
     elif table == _EVICTED:
         session.table = NO_COMMANDS

@@ -257,7 +257,7 @@ class Server:
             self._stop_snapshots()
             with self.turn:
                 pass  # what has happened is kept, and answered
-            if not for_good and not self.persistence.journal.failed:
+            if not (for_good or self.persistence.journal.failed or self.persistence.differs):
                 self._seal(self.persistence)
             self.persistence.close(for_good)
             if not self.persistence.journal.failed:
@@ -299,6 +299,8 @@ class Server:
                 log.warning("the next server has to execute what has happened again: a command takes too long")
             except OSError as error:
                 log.warning("cannot make a snapshot of %s: %s", persistence.journal.folder, error.strerror)
+            except Exception:  # the records are there
+                log.exception("cannot make a snapshot of %s", persistence.journal.folder)
             return
 
     def lost(self, error: OSError) -> None:

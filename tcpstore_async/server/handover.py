@@ -35,14 +35,16 @@ def receive(ask: Callable[[str], object]) -> int:
             peer, _ = meeting.accept()
             with peer:
                 peer.settimeout(SECONDS)
-                _, (fd,), _, _ = socket.recv_fds(peer, 1, 1)
+                _, fds, _, _ = socket.recv_fds(peer, 1, 1)
+                if not fds:
+                    raise OSError("it has ended")
                 peer.recv(1)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise DistNetworkError(f"cannot take over from the running server: {error}") from None
         finally:
             path.unlink(missing_ok=True)
-    os.set_inheritable(fd, False)
-    return fd
+    os.set_inheritable(fds[0], False)
+    return fds[0]
 
 
 def pass_on(path: str, listener: socket.socket) -> socket.socket:

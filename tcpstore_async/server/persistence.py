@@ -19,7 +19,7 @@ from ..log.events import Engine, EventRecorder
 from ..log.journal import Journal
 from ..log.records import Record
 from ..log.replay import Replayer
-from ..log.snapshot import dump, load
+from ..log.snapshot import dump, restore
 from ..session.store import WRITES
 from ..session.transport import Keeper, Transport
 from .turn import LoopTurn
@@ -71,22 +71,24 @@ class Persistence:
         links.durable = True
         self.records: int = 0
         """How many records were executed again."""
+        self.differs = False
+        """Whether one of them had another effect than before."""
         self._replay()
 
     # The start
 
     def _replay(self) -> None:
         replayer = Replayer(self._engine, lambda session, pieces: None)
-        differs = False
         began = time.monotonic()
         snapshot = self.journal.snapshot
-        if snapshot is not None:
-            self._clock.now = snapshot.now
-            load(snapshot.state, replayer)
+        try:
+            restore(snapshot, replayer)
+        except JournalError as error:
+            raise JournalError(f"{self.journal.folder}: {error}") from None
         for record in self.journal.read():
             self.records += 1
-            if not execute(replayer, record, self._outputs) and not differs:
-                differs = True
+            if not execute(replayer, record, self._outputs) and not self.differs:
+                self.differs = True
                 log.error(
                     "record %d in %s had another effect than before: no client can continue its session",
                     record.number,
@@ -108,7 +110,7 @@ class Persistence:
         self._turn.begin()
         self.break_all(lambda connection: connection.leave(True))
         self._links.hold(0)  # until it is known what the disk has space for
-        if differs:
+        if self.differs:
             self._links.instance = _UNKNOWN
         self.commit()
 

@@ -23,14 +23,14 @@ from ..log.journal import (
     Instance,
     Journal,
     read_instance,
+    read_records,
     read_snapshot,
-    segments_of,
     snapshots_of,
     write_snapshot,
 )
 from ..log.records import Reader, Snapshot
 from ..log.replay import Replayer
-from ..log.snapshot import NotNowError, dump, load
+from ..log.snapshot import NotNowError, dump, restore
 from ..session.store import Store
 from .features import attach_features
 from .owned_process import OwnedProcess
@@ -60,7 +60,7 @@ class Snapshots:
     def _look(self) -> None:
         """Begin if there are enough complete segments."""
         unneeded = sum(list(self.journal.complete.values()))
-        if not unneeded or self._process is not None:
+        if not unneeded or self._process is not None or self.journal.on_complete is None:
             return
         snapshot = max(snapshots_of(self.journal.folder), default=None)
         if snapshot is not None and 2 * unneeded < snapshot.stat().st_size:
@@ -120,7 +120,7 @@ def engine_of(instance: Instance) -> Engine:
 
 
 def make_snapshot(folder: Path) -> str:
-    """Make the snapshot behind all complete segments of a journal; return why that was not possible, or nothing.
+    """Make the snapshot behind all complete segments of a journal; return why it cannot be made now, or nothing.
 
     Raises JournalError and OSError.
     """
@@ -130,22 +130,17 @@ def make_snapshot(folder: Path) -> str:
     outputs = engine.links.outputs
     assert outputs is not None
     last = read_snapshot(folder)
-    if last is not None:
-        engine.root.hub.clock.now = last.now
-        load(last.state, replayer)
+    restore(last, replayer)
     reader = Reader(last)
-    segments = [path for path in segments_of(folder) if int(path.name[-8:]) >= reader.first][:-1]
-    for path in segments:
-        for record in reader.read(path.read_bytes()):
-            if not execute(replayer, record, outputs):
-                raise JournalError(f"record {record.number} in {folder} has another effect than before")
+    for record in read_records(folder, reader, complete=True):
+        if not execute(replayer, record, outputs):
+            raise JournalError(f"record {record.number} has another effect than before")
     try:
         state = dump(replayer)
     except NotNowError as error:
         return str(error)
     chain = reader.chain
-    place = reader.first + len(segments)
-    write_snapshot(folder, Snapshot(place, chain.number, chain.crc, engine.root.hub.clock.now, state))
+    write_snapshot(folder, Snapshot(reader.following, chain.number, chain.crc, engine.root.hub.clock.now, state))
     return ""
 
 

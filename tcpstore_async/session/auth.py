@@ -127,7 +127,7 @@ class Guards:
         self.revoke(session)
         self.auth.granted[session] = access
         if access is not None:
-            self._guard(access)[0].sessions += 1
+            self.guard(access)[0].sessions += 1
             if access.limited():
                 self.auth.usage[access.identity].sessions.add(session)
 
@@ -136,7 +136,7 @@ class Guards:
 
         To be called before it leaves that one, so that what is counted for the token is not forgotten in between.
         """
-        self._guard(access)[0].ended = ended
+        self.guard(access)[0].ended = ended
 
     def revoke(self, session: Peer) -> None:
         """Forget what a session was allowed: it has gone, or is about to be allowed something else."""
@@ -181,8 +181,8 @@ class Guards:
         """Return the table of a session that has sent VALIDATE."""
         if session in self.auth.granted:
             access = self.auth.granted[session]
-            return self.table.commands if access is None else self._guard(access)[1]
-        return self._guard(None)[1] if self.auth.must_authenticate(session) else self.table.commands
+            return self.table.commands if access is None else self.guard(access)[1]
+        return self.guard(None)[1] if self.auth.must_authenticate(session) else self.table.commands
 
     def slot(self, session: Peer, opcode: int) -> Slot | None:
         """Return how a command of a session is executed that has sent VALIDATE; None if it is not."""
@@ -207,11 +207,7 @@ class Guards:
         self.guarded.clear()
         self.table = self.table.root
 
-    def guard(self, access: Access | None) -> Guard:
-        """Return the guard of sessions with this access."""
-        return self._guard(access)[0]
-
-    def _guard(self, access: Access | None) -> tuple[Guard, list[Slot | None]]:
+    def guard(self, access: Access | None) -> tuple[Guard, list[Slot | None]]:
         found = self.guarded.get(access)
         if found is not None:
             return found

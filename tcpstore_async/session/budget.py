@@ -128,7 +128,7 @@ class Budget(Pins):
     def switch(self, share: StoreShare) -> None:
         """Make another store the active one."""
         self.attribute()
-        self.drop_listing()
+        self._drop_listing()
         before = self.share
         before.counted = self.keyspace.size
         self.share = share
@@ -181,7 +181,7 @@ class Budget(Pins):
         share = self.share
         self.seen = keyspace.size
         if self._listing is not None and self._listing.changes != keyspace.changes:
-            self.drop_listing()
+            self._drop_listing()
         before = share.stored
         stored = share.stored = keyspace.size - keyspace.parked
         if stored > before:
@@ -203,7 +203,7 @@ class Budget(Pins):
 
     def expect_listing(self, size: int, holder: Holder) -> None:
         """Make sure that there is memory for a listing of so many bytes. Raises BudgetError if not."""
-        self.drop_listing()
+        self._drop_listing()
         self.charge(size)
         try:
             self.relieve(holder)
@@ -216,12 +216,11 @@ class Budget(Pins):
         Not if events are recorded: a listing that is dropped, as memory is short, would have to be an event.
         """
         if self.clock.recorder is None and listing.size > CHUNK and listing.changes == self.keyspace.changes:
-            self.drop_listing()
+            self._drop_listing()
             self._listing = listing
             self.charge(listing.size)
 
-    def drop_listing(self) -> None:
-        """Forget the cached reply to LIST_KEYS."""
+    def _drop_listing(self) -> None:
         listing = self._listing
         if listing is not None:
             self._listing = None
@@ -233,7 +232,7 @@ class Budget(Pins):
         if self.used() <= self._next or self._did_before(holder, -1):
             return
         self.attribute()
-        self.drop_listing()
+        self._drop_listing()
         used = self.used()
         victim, most = self._largest(self._holds)
         self._next = min(self.limit, max(self._first_mark, used + self.limit // _STEP))
@@ -253,7 +252,7 @@ class Budget(Pins):
         if self._did_before(serving, self.keyspace.size + growth):
             return
         self.attribute()
-        self.drop_listing()
+        self._drop_listing()
         used = self.used() + growth
         if used > self._next:
             victim, most = self._largest(self._holds)

@@ -1,6 +1,7 @@
 """`tcpstore journal`: check and print the journal of a server, which may be running.
 
-Knows the files, and commands as they arrived. Must not know what an event does; it changes nothing.
+Knows the files, and commands as they arrived. Must not know what an event does. Only `snapshot` changes anything: a
+server's process runs it.
 Invariant: values, tokens and secrets are printed only on request, or not at all.
 """
 
@@ -53,7 +54,7 @@ def verify(folder: Path) -> None:
         count = sum(1 for _ in read_records(folder, reader))
     except JournalError as error:
         raise click.ClickException(f"the journal is damaged: {error}") from None
-    segments = [path for path in segments_of(folder) if int(path.name[-8:]) >= reader.first]
+    segments = segments_of(folder, reader.first)
     before = "" if snapshot is None else f"a snapshot behind {counted(snapshot.number, 'record')}, and "
     torn = f", and {counted(reader.torn, 'byte')} of one that is not whole, which the next server cuts"
     records = f"{counted(count, 'record')} in {counted(len(segments), 'segment')}"

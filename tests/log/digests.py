@@ -20,7 +20,7 @@ from tcpstore_async.log.events import Engine
 from tcpstore_async.log.journal import read_instance, read_records, read_snapshot
 from tcpstore_async.log.records import Reader
 from tcpstore_async.log.replay import Replayer
-from tcpstore_async.log.snapshot import load
+from tcpstore_async.log.snapshot import restore
 from tcpstore_async.server.persistence import execute
 from tcpstore_async.server.snapshots import engine_of
 from tcpstore_async.wire.values import framed
@@ -46,9 +46,7 @@ def look(folder: Path, meaning: bool = False) -> dict[str, Any]:
     assert outputs is not None
     replayer = Replayer(engine, lambda session, pieces: None)
     snapshot = read_snapshot(folder)
-    if snapshot is not None:
-        engine.root.hub.clock.now = snapshot.now
-        load(snapshot.state, replayer)
+    restore(snapshot, replayer)
     count, wrong, digests = 0, [], []
     for record in read_records(folder, Reader(snapshot)):
         if not execute(replayer, record, outputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -564,6 +565,19 @@ def test_a_full_disk_leaves_the_records(tmp_path: Path, monkeypatch: pytest.Monk
             seal(tmp_path, b"state")
     assert snapshots_of(tmp_path) == []
     assert written(tmp_path) == [b"1"]
+
+
+def test_a_snapshot_is_made_by_one_process(tmp_path: Path) -> None:
+    """One that has lost its server may not have ended when the next server's begins."""
+    with (tmp_path / "snapshot").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b"of another process")
+        other.flush()
+        with pytest.raises(BlockingIOError):
+            write_snapshot(tmp_path, Snapshot(0, 0, 0, 0.0, b""))
+    assert (tmp_path / "snapshot").read_bytes() == b"of another process"
+    write_snapshot(tmp_path, Snapshot(0, 0, 0, 0.0, b""))
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot-00000000"]
 
 
 def failing(fd: int) -> None:

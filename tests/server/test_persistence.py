@@ -45,7 +45,7 @@ from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
 from tcpstore_async.log.encoding import JournalError, encode
 from tcpstore_async.log.events import OPENED, RECEIVE, Event, Reference
-from tcpstore_async.log.journal import Journal, read_records, segments_of
+from tcpstore_async.log.journal import Journal, read_records, segments_of, snapshots_of
 from tcpstore_async.log.records import Reader
 from tcpstore_async.serving import serve
 from tcpstore_async.wire.commands import BY_METHOD
@@ -427,13 +427,16 @@ async def test_a_replay_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFi
     for record in records:
         again.append(record.now, record.outputs ^ (record.number == len(records) - 2), record.events)
     again.close()
-    async with serve(port=port, persist=tmp_path):
+    async with serve(port=port, persist=tmp_path) as server:
         assert re.search(r"record \d+ in .* had another effect than before", caplog.text)
         with pytest.raises(DistNetworkError, match="did not keep the session"):
             await store.add("count", 1)
         await store.close()
         async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port) as fresh:
             assert await fresh.add("count", 1) == 4
+        server.stop(for_good=False)
+    assert segments_of(tmp_path), "no client may continue on a snapshot of this, either"
+    assert snapshots_of(tmp_path) == []
 
 
 def settings_of(folder: Path) -> dict[str, str]:

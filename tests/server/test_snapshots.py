@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from server.test_persistence import KINDS, Restarting, calling, closed, connected
+from simulation.journal import SETTINGS
 from support import LIMIT, free_port, listening, tcpstore, tcpstore_relay
 from tcpstore_async.client.aio import AsyncTCPStore
-from tcpstore_async.log.journal import segments_of, snapshots_of
+from tcpstore_async.log.encoding import JournalError
+from tcpstore_async.log.journal import Journal, segments_of, snapshots_of
 from tcpstore_async.server import snapshots
 from tcpstore_async.server.owned_process import OwnedProcess
+from tcpstore_async.server.snapshots import make_snapshot
 from tcpstore_async.serving import serve
 
 pytestmark = pytest.mark.slow
@@ -82,6 +85,24 @@ async def test_a_process_that_fails_costs_only_disk(
         assert len(said) == 1
         assert said[0].endswith("cannot start a process: Cannot allocate memory")
         assert await store.get("large/0")
+
+
+def test_nothing_is_made_of_a_damaged_segment(tmp_path: Path) -> None:
+    """Else it would be removed, and what is behind it would fit to nothing."""
+    journal = Journal(tmp_path, False, {**SETTINGS, "tokens": "False"}, 1000)
+    for _ in range(100):
+        journal.append(0.0, 0, b"")
+    journal.close()
+    assert make_snapshot(tmp_path) == ""
+    assert [path.name for path in snapshots_of(tmp_path)] == [f"snapshot-{len(segments_of(tmp_path)) - 1:08}"]
+    snapshots_of(tmp_path)[0].unlink()
+    second = segments_of(tmp_path)[1]
+    data = second.read_bytes()
+    end = len(data.rstrip(b"\0"))
+    second.write_bytes(data[: end - 1] + bytes(len(data) - end + 1))
+    with pytest.raises(JournalError, match=f"{second}: the record at byte .* is damaged, and later segments follow"):
+        make_snapshot(tmp_path)
+    assert snapshots_of(tmp_path) == []
 
 
 async def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
     parts = ["sessions", "counters", "keys"]
     facts = look_in(context, admin, parts)
     others = _keep_those_in(facts, context.store) if missing else []
-    held = list(filter(None, [str(facts.server.get("why_held", ""))]))
+    why_held = str(facts.server.get("why_held", ""))
+    held = [why_held] if why_held else []
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks, awaited(facts))
