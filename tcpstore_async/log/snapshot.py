@@ -83,7 +83,7 @@ _LAYOUTS: Final[dict[type, tuple[str, ...]]] = {
     # What is made by its constructor
     NamedStore: (
         *(*_STORE, "attempt", "addresses", "relays", "creator", "host", "pid", "since", "owners", "_connected", "ids"),
-        *("sessions", "port", "hosts", "ended", "released"),
+        *("sessions", "port", "hosts", "ended", "released", "handshake"),
     ),
     ServerSession: (
         *(*_HOLDER, "store", "out", "unsent", "partial", "input_buffer", "need", "owner", "host", "port"),
@@ -318,6 +318,8 @@ class _Writer:
             return [[key, framed] for key, framed in value.items() if key != SERVER_KEY]
         if name == "serving":
             return self.value(value if value is not None and value.owner is not None else None)
+        if name == "handshake":
+            return value is not thing.root.handshake
         if name == "_frames":
             return None if value is None else value.getvalue()
         if name == "queues" and type(thing) is Carrier:
@@ -463,12 +465,13 @@ class _Loader:
         self._guard(guarded)
         for session, (table, opcode, shared) in standing:
             _stand(session, table, opcode, shared)
-        for store in self.engine.root.hub.stores:
-            if isinstance(store, NamedStore) and store.port:
-                store.begin_sessions()
 
     def _set(self, thing: Any, name: str, given: Any) -> None:
         value: Any
+        if name == "handshake":
+            if given:
+                thing.begin_sessions()
+            return
         if name == "pins":
             value = {id(self.value(piece)): self.value(pin) for piece, pin in given}
         elif name == "reserved":

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from conformance.frames import NUM_KEYS, append, get, lease, multi_set, push, set_
+from conformance.frames import NUM_KEYS, append, enter, get, lease, multi_set, push, set_
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
 from support import HANDSHAKE, LIMIT, blob, u64
@@ -183,6 +183,27 @@ async def test_reading_what_was_appended_to() -> None:
             await asyncio.to_thread(peer.sendall, get(b"/k"))
             assert await asyncio.to_thread(peer.recv, 64) == blob(b"vw")
         await say(server, HANDSHAKE + set_(b"/end", b"x"))
+
+
+async def test_who_comes_to_a_stores_port_and_has_said_nothing() -> None:
+    """Its first command is one of that store, not of the one without a name."""
+    async with recorded(every=1) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(HANDSHAKE + enter("n1:4711", owner="o", server="127.0.0.1"))
+        await reader.readuntil(b"}")
+        (port,) = server.named.ports
+        _, root = await asyncio.open_connection("127.0.0.1", server.port)
+        heard, stock = await asyncio.open_connection("127.0.0.1", int(port))
+        root.write(HANDSHAKE + set_(b"/k", b"v"))
+        for part in (HANDSHAKE[:2], HANDSHAKE[2:], NUM_KEYS):
+            stock.write(part)
+            read = server.received
+            while server.received == read:
+                await asyncio.sleep(0)
+        assert await heard.readexactly(8) == u64(0)
+        for one in (stock, root, writer):
+            one.close()
+            await one.wait_closed()
 
 
 async def test_all_keys_are_listed_again() -> None:
