@@ -333,7 +333,10 @@ class EventRecorder(Recorder):
     def _note_evicted(self, session: ServerSession) -> None:
         """Note whom a session has made the budget evict with bytes that are in no event."""
         self.inside = False
-        self._secrets.clear()
+        if self._secrets:
+            self._secrets.clear()
+        if not self._evicted:  # what is only read costs little
+            return
         given = (Reference("error", "memory was short"),)
         mine = self.refer(session)
         evicted, self._evicted = self._evicted, []

@@ -10,6 +10,7 @@ is of a state whose links were given what the server gave them.
 import asyncio
 import logging
 import os
+import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -146,6 +147,9 @@ def make_snapshot(folder: Path) -> str:
 
 def give_way() -> None:
     """Let others have the processor, and the memory, first. For a process of its own."""
-    os.nice(_NICE)
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(_NICE)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
