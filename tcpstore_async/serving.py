@@ -23,7 +23,7 @@ from contextlib import (
 )
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .auth.tokens import HostTokens, SharedTokens, TokenFiles
 from .base.addresses import format_address
@@ -56,8 +56,12 @@ from .session.identity import build as build
 
 if TYPE_CHECKING:
     from .server.base import Server
+    from .server.etcd_options import EtcdOptions
     from .server.http_process import HttpOptions
     from .server.tls import ServerTls
+    from .server.uv import UvServer
+
+_AnyServer = TypeVar("_AnyServer", bound="Server")
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -138,11 +142,10 @@ async def serve(
         close_on_fork(listener if listener is not None else listen(host, port, DEFER_ACCEPT)) as listening,
     ):
         prepare(listening)
-        server = make_server(backend, listening, limits, tls, "" if journal is None else journal.instance)
-        server.store.hub.auth.authenticate = None if tokens is None else tokens.authenticate
-        server.store.hub.auth.require_auth = require_auth
-        server.ports.numbers = store_ports
-        server.links.grace = link_grace
+        instance = "" if journal is None else journal.instance
+        server = _configured(
+            make_server(backend, listening, limits, tls, instance), tokens, require_auth, store_ports, link_grace
+        )
         if journal is not None:
             try:
                 server.persist(journal)
@@ -168,6 +171,20 @@ async def serve(
                     server.stop()
 
 
+def _configured(
+    server: "_AnyServer",
+    tokens: TokenFiles | SharedTokens | None,
+    require_auth: str,
+    store_ports: range,
+    link_grace: float,
+) -> "_AnyServer":
+    server.store.hub.auth.authenticate = None if tokens is None else tokens.authenticate
+    server.store.hub.auth.require_auth = require_auth
+    server.ports.numbers = store_ports
+    server.links.grace = link_grace
+    return server
+
+
 async def run(
     host: str,
     port: int,
@@ -191,10 +208,12 @@ async def run(
     store_ports: range = ANY,
     persist: Path | None = None,
     sync: str = PROCESS,
+    etcd: "EtcdOptions | None" = None,
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
-    With `persist`, SIGTERM means that another server will continue with that directory: nothing is drained. The
+    With `persist`, SIGTERM means that another server will continue with that directory: nothing is drained. With
+    `etcd`, the server stands by while another one serves, and SIGTERM lets another one serve. The
     sessions of a link whose connection breaks are kept for `link_grace` seconds. For `defer_accept`, which does not
     apply to a given socket, see `wait_for_data`. `admin` is the path of the admin socket: None for the usual one, empty
     for none. `http` starts a process that shows the server's state over HTTP. `ready` is called once the server accepts
@@ -216,6 +235,20 @@ async def run(
         requires_tls=require_tls,
     )
     signals = watch_signals()
+    if etcd is not None:
+        chosen = limits, link_grace, tokens is not None, require_auth
+        tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
+
+        def make(instance: str) -> "UvServer":
+            from .server.uv import UvServer
+
+            server = UvServer(listener.dup(), limits, tls=tls, instance=instance)
+            return _configured(server, tokens, require_auth, store_ports, link_grace)
+
+        with closing(close_on_fork(listener)):
+            prepare(listener)
+            await _replicate(etcd, _settings(*chosen), listener, make, signals, admin, http, ready, tokens, linger)
+        return
     async with (
         AsyncExitStack() as successor,
         serve(
@@ -273,6 +306,68 @@ async def run(
             raise JournalLost(f"cannot write the journal in {persist}: {failed[0].strerror}")
 
 
+async def _replicate(
+    options: "EtcdOptions",
+    settings: dict[str, str],
+    listener: socket.socket,
+    make: "Callable[[str], UvServer]",
+    signals: "asyncio.Queue[signal.Signals]",
+    admin: str | None,
+    http: "HttpOptions | None",
+    ready: "Callable[..., None]",
+    tokens: TokenFiles | None,
+    linger: float | None,
+) -> None:
+    """Stand by, and serve, until a signal. See `run`."""
+    from .server.replica import Replica
+
+    tune_gc()
+    page = AsyncExitStack()
+
+    async def accepting(server: "UvServer", role: str) -> None:
+        server.on_end = lambda error: signals.put_nowait(signal.SIGINT)
+        if http is not None and not paged:
+            paged.append(http)
+            await page.enter_async_context(_http_process(server, http))
+        ready(server, role=role)
+
+    paged: list[HttpOptions] = []
+    with options.log(listener) as etcd:
+        replica = Replica(etcd, settings, make, lambda server: admin_socket(server, admin), accepting)
+
+        def reload() -> None:
+            if replica.server is not None:
+                Reloading(replica.server, tokens).reload("SIGHUP")
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        told = asyncio.ensure_future(signals.get())
+        async with page, supervised(replica.status):
+            while not told.done():
+                serving = AsyncExitStack()
+                entering = asyncio.ensure_future(serving.enter_async_context(replica.serving()))
+                await asyncio.wait([told, entering], return_when=asyncio.FIRST_COMPLETED)
+                if not entering.done():
+                    entering.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await entering
+                    return
+                async with serving:
+                    server = await entering
+                    if isinstance(tokens, TokenFiles):
+                        server.close_invalid(tokens.reload())
+                    unused = (
+                        None if linger is None else asyncio.ensure_future(_end_when_unused(server, linger, signals))
+                    )
+                    over = asyncio.ensure_future(replica.over.wait())
+                    await asyncio.wait([told, over], return_when=asyncio.FIRST_COMPLETED)
+                    over.cancel()
+                    if unused is not None:
+                        unused.cancel()
+                    if told.done() and told.result() is signal.SIGINT:
+                        await server.dismiss()
+                        server.stop()
+
+
 async def _leave(server: "Server") -> None:
     """Stop a server whose stores another one will continue."""
     server.stop(for_good=False)
@@ -311,13 +406,11 @@ def _has_been_used(server: "Server") -> bool:
 def _journal(
     persist: "str | os.PathLike[str] | None", sync: str, limits: Limits, grace: float, tokens: bool, require_auth: str
 ) -> Iterator[Journal | None]:
-    """The journal in a directory. What its events do depends on limits, grace period, and whether there are tokens."""
+    """The journal in a directory."""
     if persist is None:
         yield None
         return
-    settings = {field.name: str(getattr(limits, field.name)) for field in fields(limits)}
-    settings |= {"link-grace": f"{grace:g}", "tokens": str(tokens), "require-auth": require_auth}
-    journal = Journal(Path(persist), sync == ALWAYS, settings)
+    journal = Journal(Path(persist), sync == ALWAYS, _settings(limits, grace, tokens, require_auth))
     if journal.outdated:
         log.warning(
             "%s is from before this machine was started, and was kept for its server's process only (--sync process): "
@@ -326,6 +419,12 @@ def _journal(
         )
     with closing(journal):
         yield journal
+
+
+def _settings(limits: Limits, grace: float, tokens: bool, require_auth: str) -> dict[str, str]:
+    """Return what the effects of events depend on: servers with one log must have the same."""
+    settings = {field.name: str(getattr(limits, field.name)) for field in fields(limits)}
+    return settings | {"link-grace": f"{grace:g}", "tokens": str(tokens), "require-auth": require_auth}
 
 
 def _server_tls(cert: str | None, key: str | None, ca: str | None, required: bool = False) -> "ServerTls | None":

@@ -32,6 +32,7 @@ _COMMANDS: Final = ProgramCommands(
         "monitor": "tools.look.look:monitor",
         "num-keys": "cli.client:num_keys",
         "ping": "cli.client:ping",
+        "promote": "tools.look.who:promote",
         "queue": "cli.client:queue",
         "record": "tools.load.record:record_command",
         "relay": "cli.relay:relay_command",

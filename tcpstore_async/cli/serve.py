@@ -5,9 +5,11 @@ import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import click
 
+from ..auth.secret_files import TlsFiles
 from ..auth.tokens import TokenFiles
 from ..base.errors import DistError
 from ..base.limits import Limits
@@ -15,6 +17,7 @@ from ..client.admin import ask
 from ..log.encoding import JournalError
 from ..server import admin_path
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.etcd_options import EtcdOptions
 from ..server.handover import SECONDS, receive
 from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
@@ -67,6 +70,18 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535:
         return range(int(first), int(last) + 1)
     raise click.BadParameter(f"{text!r} is not of the form FIRST-LAST, any or 0", ctx, param)
+
+
+def _parse_etcd(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
+    """Return the URLs of etcd's members."""
+    urls = [] if text is None else [url.strip() for url in text.split(",")]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT or https://HOST:PORT", ctx, param)
+    if len({urlsplit(url).scheme for url in urls}) > 1:
+        raise click.BadParameter("either all URLs begin with https://, or none", ctx, param)
+    return urls
 
 
 @click.command()
@@ -152,6 +167,21 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     "socket, so that no client is refused meanwhile. Without such a server, start as usual.",
 )
 @click.option(
+    "--etcd",
+    metavar="URL[,URL…]",
+    callback=_parse_etcd,
+    help="Keep the stores in etcd, together with other servers that have the same --etcd: one serves, and when it, or "
+    "its host, dies, another one goes on. Ranks behind relays, and clients of this package, only notice a pause. Needs "
+    "pip install 'tcpstore-async[etcd]'.",
+)
+@click.option("--store-name", metavar="NAME", help="Name of these stores in that etcd.  [default: default]")
+@click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificates, for https:// URLs.")
+@click.option("--etcd-cert", metavar="FILE", help="Certificate to present to etcd; needs --etcd-key.")
+@click.option("--etcd-key", metavar="FILE", help="Its key.")
+@click.option(
+    "--etcd-user", metavar="NAME:PASSWORD", envvar="TCPSTORE_ETCD_USER", show_envvar=True, help="User of etcd."
+)
+@click.option(
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
@@ -198,6 +228,12 @@ def serve(
     persist: Path | None,
     sync: str,
     replace: bool,
+    etcd: list[str],
+    store_name: str | None,
+    etcd_ca: str | None,
+    etcd_cert: str | None,
+    etcd_key: str | None,
+    etcd_user: str | None,
     admin: str | None,
     http: Where | None,
     linger: float | None,
@@ -230,6 +266,7 @@ def serve(
             *("tls_cert", "tls_key", "tls_ca", "require_tls", "token_keys", "revoked_tokens", "require_auth"),
             "link_grace",
             "persist",
+            "etcd",
         )
         given = [f"--{name.replace('_', '-')}" for name in others if source(name) != click.core.ParameterSource.DEFAULT]
         if given:
@@ -248,6 +285,12 @@ def serve(
         raise click.UsageError("--replace needs --persist.")
     if replace and (listen_fd is not None or admin == ""):
         raise click.UsageError("--replace needs the admin socket, and cannot be used with --listen-fd.")
+    if not etcd and (store_name or etcd_ca or etcd_cert or etcd_key):
+        raise click.UsageError("--store-name, --etcd-ca, --etcd-cert and --etcd-key need --etcd.")
+    if bool(etcd_cert) != bool(etcd_key):
+        raise click.UsageError("--etcd-cert and --etcd-key must be given together.")
+    if etcd and (persist is not None or owner_pid is not None):
+        raise click.UsageError("--etcd cannot be used with --persist or --owner-pid.")
     if require_tls and not tls_cert:
         raise click.UsageError("--require-tls needs --tls-cert and --tls-key.")
     if token_keys is None and revoked_tokens is not None:
@@ -279,11 +322,11 @@ def serve(
 
     page: HttpOptions | None = None
 
-    def announce(server: "Server") -> None:
+    def announce(server: "Server", **role: object) -> None:
         more: dict[str, object] = {} if server.tls is None else {"tls": True}
         more.update({"admin": server.admin} if server.admin else {})
         more.update({} if page is None else {"http": page.url})
-        more.update({} if persist is None else {"persist": str(persist)})
+        more.update({} if persist is None else {"persist": str(persist)}, **role)
         announce_ready(port_file, server.host, server.port, "", backend=backend, build=build(), **more)
 
     try:
@@ -316,12 +359,22 @@ def serve(
             store_ports=store_ports,
             persist=persist,
             sync=sync,
+            etcd=_etcd_options(etcd, store_name, etcd_ca, etcd_cert, etcd_key, etcd_user),
         )
         run_loop(running)
     except JournalLost as error:
         fail(error, log_format, 74)
     except (DistError, JournalError) as error:
         fail(error, log_format)
+
+
+def _etcd_options(
+    urls: list[str], name: str | None, ca: str | None, cert: str | None, key: str | None, user: str | None
+) -> EtcdOptions | None:
+    if not urls:
+        return None
+    tls = TlsFiles(ca or "", cert or "", key or "") if urls[0].startswith("https:") else None
+    return EtcdOptions(urls, name or "default", tls, user or "")
 
 
 def _take_over(persist: Path, admin: str | None, port: int) -> int | None:

@@ -35,7 +35,12 @@ _MOST_SEARCHED: Final = 256 << 20
 _RECORD: Final = struct.Struct("<II")
 _FIXED: Final = struct.Struct("<QdI")
 
+_LEAST_RECORD: Final = _RECORD.size + _FIXED.size
+
 HEADER_BYTES: Final = _SEGMENT.size + 4
+
+_VERSIONS: Final = struct.Struct("<II")
+"""FORMAT and REPLAY, before a record that is in no segment."""
 
 _SNAPSHOT_MAGIC: Final = b"tcpstore state\0\0"
 _SNAPSHOT: Final = struct.Struct("<16sIIIIQdQ")
@@ -108,6 +113,19 @@ class Chain:
         self.number += 1
         return _RECORD.pack(len(body), self.crc) + body
 
+    def read(self, data: bytes, at: int) -> Record | None:
+        """Return the next record, which is at a byte of the data; None if it is not whole. Raises JournalError."""
+        size, crc = _RECORD.unpack_from(data, at)
+        body = memoryview(data)[at + _RECORD.size : at + _RECORD.size + size]
+        if size < _FIXED.size or len(body) < size or zlib.crc32(body, self.crc) != crc:
+            return None
+        number, now, outputs = _FIXED.unpack_from(body)
+        if number != self.number:
+            raise JournalError(f"record {number} stands where record {self.number} is expected")
+        self.crc = crc
+        self.number += 1
+        return Record(number, now, outputs, bytes(body[_FIXED.size :]))
+
 
 class Reader:
     """Reads segments, one after the other."""
@@ -141,26 +159,44 @@ class Reader:
             raise JournalError(f"the segment continues record {number}, but record {chain.number} is the next")
         if chain.header() != segment[:HEADER_BYTES]:
             raise JournalError("the header of the segment is damaged")
-        view = memoryview(segment)
         at = HEADER_BYTES
         while len(segment) - at >= _RECORD.size:
-            size, crc = _RECORD.unpack_from(segment, at)
-            body = view[at + _RECORD.size : at + _RECORD.size + size]
-            if size < _FIXED.size or len(body) < size or zlib.crc32(body, chain.crc) != crc:
+            record = chain.read(segment, at)
+            if record is None:
                 break
-            number, now, outputs = _FIXED.unpack_from(body)
-            if number != chain.number:
-                raise JournalError(f"record {number} stands where record {chain.number} is expected")
-            chain.crc = crc
-            chain.number += 1
-            at += _RECORD.size + size
+            at += _LEAST_RECORD + len(record.events)
             self.end = at
-            yield Record(number, now, outputs, bytes(body[_FIXED.size :]))
+            yield record
         self.end = at
         self.following += 1
         self.torn = len(segment[at:].rstrip(b"\0"))
         if self.torn and _is_followed(segment, at, chain.number):
             raise JournalError(f"record {chain.number}, at byte {at}, is damaged, and whole ones follow")
+
+
+class OtherReplay(JournalError):
+    """A record can be executed by another version only."""
+
+
+def alone(record: bytes) -> bytes:
+    """Return a record for a log that has no segments."""
+    return _VERSIONS.pack(FORMAT, REPLAY) + record
+
+
+def read_alone(data: bytes, chain: Chain) -> Record:
+    """Return the next record of a log that has no segments. Raises JournalError, and OtherReplay."""
+    if len(data) < _VERSIONS.size + _LEAST_RECORD:
+        raise JournalError(f"record {chain.number} is not whole")
+    form, replay = _VERSIONS.unpack_from(data)
+    if (form, replay) != (FORMAT, REPLAY):
+        raise OtherReplay(
+            f"record {chain.number} was written by another version, in format {form} for replay {replay}; this one "
+            f"has {FORMAT} and {REPLAY}"
+        )
+    record = chain.read(data, _VERSIONS.size)
+    if record is None:
+        raise JournalError(f"record {chain.number} is damaged")
+    return record
 
 
 def _is_followed(segment: bytes, at: int, number: int) -> bool:

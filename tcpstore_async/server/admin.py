@@ -9,7 +9,8 @@ A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores
 about the server, portions of what was asked for (`observe/inspection.py`), and `{"end": true}`; `{"error": "…"}` ends
 it early. `"store": "…"` selects a named store; without it, sessions, counters and samples are those of all stores, and
 keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name, `"stop": true` the whole
-server; `"replace": "…"` has it pass its listening socket to the server that waits there, and leave its stores to that.
+server; `"replace": "…"` has it pass its listening socket to the server that waits there, and leave its stores to that;
+`"promote": true` has it let a server serve that stands by.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ from . import admin_path
 from .base import Server
 from .fork_safety import close_on_fork
 from .listen_socket import accept_queue
+from .persistence import JournalPersistence
 from .service_times import Histogram, ServiceTimes
 
 log = logging.getLogger("tcpstore_async.server")
@@ -108,6 +110,7 @@ class Request(msgspec.Struct):
     """Where a server waits that is to take this one's place."""
     persist: str = ""
     """The directory of its journal."""
+    promote: bool = False
 
 
 @asynccontextmanager
@@ -319,7 +322,7 @@ class Admin:
     def _refusal(self, folder: str) -> str:
         """Return why a server with a journal in this directory may not take this one's place; nothing if it may."""
         persistence = self.server.persistence
-        if persistence is None or self.server.on_replace is None:
+        if not isinstance(persistence, JournalPersistence) or self.server.on_replace is None:
             return "this server has no journal that another one could continue"
         mine = os.path.realpath(persistence.journal.folder)
         return "" if mine == folder else f"this server keeps its stores in {mine}, not in {folder}"
@@ -339,6 +342,11 @@ class Admin:
             if request.stop and server.on_end is None:
                 yield {"error": "this server ends with the process that started it"}
                 return
+            if request.promote:
+                if server.on_promote is None:
+                    yield {"error": "this server does not serve a replicated store, so no other one can instead"}
+                    return
+                server.on_promote()
             if request.replace is not None:
                 refusal = self._refusal(request.persist)
                 if refusal:

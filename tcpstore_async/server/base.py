@@ -37,7 +37,7 @@ from .audit import AuditLog
 from .due import Due
 from .features import attach_features
 from .listen_socket import reserve_connections
-from .persistence import Persistence
+from .persistence import JournalPersistence, Persistence
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .snapshots import Snapshots
@@ -119,6 +119,8 @@ class Server:
         self.on_end: Callable[[OSError | None], object] | None = None
         """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
         then nothing has left, and nothing more will."""
+        self.on_promote: Callable[[], object] | None = None
+        """Called when a server that stands by is to serve instead."""
         self.on_replace: Callable[[str], object] | None = None
         """Called with the path where a server waits that takes this one's place."""
         self.named: NamedStores = features.named
@@ -204,10 +206,17 @@ class Server:
 
     def persist(self, journal: Journal) -> None:
         """Continue with the stores of a journal, and keep it. Call it before `start`. Raises JournalError."""
-        engine = Engine(self.store, self.named, self.links)
-        self.persistence = Persistence(engine, self.links, self.turn, journal)
+        self.persistence = JournalPersistence(self.engine(), self.links, self.turn, journal)
         self.snapshots = Snapshots(journal, self.loop)
         journal.on_made = lambda: self.loop.call_soon_threadsafe(self._holding.expect)
+        self.go_on()
+
+    def engine(self) -> Engine:
+        """Return what a log has the events of."""
+        return Engine(self.store, self.named, self.links)
+
+    def go_on(self) -> None:
+        """Go on with the stores of a log: with commands in steps, links, what is due, and ports."""
         with self.turn:
             self._holding.expect()
             self._schedule_work()
@@ -229,6 +238,7 @@ class Server:
         """Stop for good a server that clients expect to come back: for a second, tell those that ask."""
         if self.persistence is None or self.stopped:
             return
+        await self.persistence.finish()
         with self.turn:
             pass  # what has happened is kept, and answered
         self._stop_snapshots()
@@ -257,10 +267,10 @@ class Server:
             self._stop_snapshots()
             with self.turn:
                 pass  # what has happened is kept, and answered
-            if not (for_good or self.persistence.journal.failed or self.persistence.differs):
+            if not (for_good or self.persistence.failed or self.persistence.differs):
                 self._seal(self.persistence)
             self.persistence.close(for_good)
-            if not self.persistence.journal.failed:
+            if not self.persistence.failed:
                 self.persistence = None
         self.stopped = True
         with self.turn:
@@ -298,9 +308,9 @@ class Server:
                     continue
                 log.warning("the next server has to execute what has happened again: a command takes too long")
             except OSError as error:
-                log.warning("cannot make a snapshot of %s: %s", persistence.journal.folder, error.strerror)
+                log.warning("cannot make a snapshot of %s: %s", persistence.where, error.strerror)
             except Exception:  # the records are there
-                log.exception("cannot make a snapshot of %s", persistence.journal.folder)
+                log.exception("cannot make a snapshot of %s", persistence.where)
             return
 
     def lost(self, error: OSError) -> None:

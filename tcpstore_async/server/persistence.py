@@ -1,6 +1,7 @@
-"""Keeps the stores of a server in a journal: executes its records again, then writes one for each turn.
+"""Keeps the stores of a server in a log: executes its records again, then writes one for each turn.
 
-Knows an engine and a journal. Must not know what an event does, or how the server's connections work.
+Here is what any log has in common, and the journal; `replication.py` has the log in etcd. Knows an engine and a
+journal. Must not know what an event does, or how the server's connections work.
 
 Invariants: what a record depends on is in the records before. Nothing that a turn replies leaves before `commit`. If
 the records have another effect than before, no client continues on a state that is not its own.
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from typing import Final
 
 from ..base.errors import counted
+from ..base.mypyc_shim import mypyc_attr
 from ..links.link_registry import LinkRegistry
 from ..links.resume import Outputs
 from ..log.encoding import Encoder, JournalError, decode
 from ..log.events import Engine, EventRecorder
 from ..log.journal import Journal
-from ..log.records import Record
+from ..log.records import Record, Snapshot
 from ..log.replay import Replayer
 from ..log.snapshot import dump, restore
 from ..session.store import WRITES
@@ -54,12 +56,17 @@ def execute(replayer: Replayer, record: Record, outputs: Outputs) -> bool:
     return outputs.take() == record.outputs
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Persistence:
-    """The journal of one server."""
+    """The log of one server."""
 
-    def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, journal: Journal) -> None:
-        """Execute the records of the journal again. Raises JournalError."""
-        self.journal = journal
+    def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, where: str) -> None:
+        """`where` says in messages which log it is."""
+        self.where = where
+        self.busy = False
+        """Whether a record is being written: nothing leaves, and the server executes nothing meanwhile."""
+        self.failed = False
+        """Whether nothing more can be written, so that nothing more may leave."""
         self._engine = engine
         self._turn = turn
         self._clock = engine.root.hub.clock
@@ -73,46 +80,42 @@ class Persistence:
         """How many records were executed again."""
         self.differs = False
         """Whether one of them had another effect than before."""
-        self._replay()
+        self._replayer = Replayer(engine, lambda session, pieces: None)
 
     # The start
 
-    def _replay(self) -> None:
-        replayer = Replayer(self._engine, lambda session, pieces: None)
-        began = time.monotonic()
-        snapshot = self.journal.snapshot
+    def restore(self, snapshot: Snapshot | None) -> None:
+        """Begin with a state. Raises JournalError."""
         try:
-            restore(snapshot, replayer)
+            restore(snapshot, self._replayer)
         except JournalError as error:
-            raise JournalError(f"{self.journal.folder}: {error}") from None
-        for record in self.journal.read():
-            self.records += 1
-            if not execute(replayer, record, self._outputs) and not self.differs:
-                self.differs = True
-                log.error(
-                    "record %d in %s had another effect than before: no client can continue its session",
-                    record.number,
-                    self.journal.folder,
-                )
-        if self.journal.cut:
-            what = f"{counted(self.journal.cut, 'byte')} of a record that was not whole in {self.journal.folder}"
-            log.warning("cut %s: nobody was answered for it", what)
+            raise JournalError(f"{self.where}: {error}") from None
+
+    def execute(self, record: Record) -> None:
+        """Execute the next record again. Raises JournalError."""
+        self.records += 1
+        if not execute(self._replayer, record, self._outputs) and not self.differs:
+            self.differs = True
+            log.error(
+                "record %d in %s had another effect than before: no client can continue its session",
+                record.number,
+                self.where,
+            )
+
+    def go_on(self, fresh: bool) -> None:
+        """Record from now on what happens. Unless the stores are `fresh`, all connections have broken."""
         self._recorder = _Recorder(self._engine, self._encoder)
-        replayer.hand_over(self._recorder)
+        self._replayer.hand_over(self._recorder)
         last = self._clock.now
         self._turn.begin()
-        if not self.records and snapshot is None:
+        if fresh:
             return
-        seconds = time.monotonic() - began
-        what = f"executed {counted(self.records, 'record')} of {self.journal.folder} again"
-        log.info("%s%s in %.1f s", "" if snapshot is None else "read a snapshot and ", what, seconds)
         self._turn.offset = last - self._clock.now  # the time without a server is nobody's fault
         self._turn.begin()
         self.break_all(lambda connection: connection.leave(True))
         self._links.hold(0)  # until it is known what the disk has space for
         if self.differs:
             self._links.instance = _UNKNOWN
-        self.commit()
 
     def break_all(self, give_up: Callable[[Transport], object]) -> None:
         """Break all connections, as they are gone, or about to go: events like any others."""
@@ -138,16 +141,74 @@ class Persistence:
 
     # Each turn
 
-    def commit(self) -> None:
-        """Write a record of what has entered the stores since the last one. Raises OSError."""
-        events = self._encoder.take()
-        if events or self.journal.failed:
-            self.journal.append(self._clock.now, self._outputs.take(), events)
-            if not self.journal.spare:
-                self._hold()
+    def commit(self, leaves: bool) -> bool:
+        """Write a record of what has entered the stores since the last one; return whether that is done.
+
+        `leaves` is whether something is to be sent, or closed. Raises OSError.
+        """
+        raise NotImplementedError
 
     def watch_disk(self) -> bool:
         """Let commands wait no longer if the disk has space; else look again soon: return True."""
+        return False
+
+    # The end
+
+    async def finish(self) -> None:
+        """Wait for the end of what is being written, and write no more."""
+
+    def state(self) -> bytes:
+        """Return the state of everything. Raises NotNowError."""
+        return dump(self._recorder)
+
+    def seal(self) -> None:
+        """Keep a snapshot, so that the next server need not execute anything. Raises NotNowError and OSError."""
+        raise NotImplementedError
+
+    def close(self, for_good: bool) -> None:
+        """Record no more. What clients see now does not matter to those that come back: nothing is written of it.
+
+        If that is `for_good`, the log is removed, else it is left to another server.
+        """
+        self._clock.recorder = None
+
+
+class JournalPersistence(Persistence):
+    """The journal of one server."""
+
+    def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, journal: Journal) -> None:
+        """Execute the records of the journal again. Raises JournalError and OSError."""
+        super().__init__(engine, links, turn, str(journal.folder))
+        self.journal = journal
+        began = time.monotonic()
+        snapshot = journal.snapshot
+        self.restore(snapshot)
+        for record in journal.read():
+            self.execute(record)
+        if journal.cut:
+            what = f"{counted(journal.cut, 'byte')} of a record that was not whole in {self.where}"
+            log.warning("cut %s: nobody was answered for it", what)
+        fresh = not self.records and snapshot is None
+        if not fresh:
+            seconds = time.monotonic() - began
+            what = f"executed {counted(self.records, 'record')} of {self.where} again"
+            log.info("%s%s in %.1f s", "" if snapshot is None else "read a snapshot and ", what, seconds)
+        self.go_on(fresh)
+        self.commit(True)
+
+    def commit(self, leaves: bool) -> bool:
+        events = self._encoder.take()
+        if events or self.journal.failed:
+            try:
+                self.journal.append(self._clock.now, self._outputs.take(), events)
+            except OSError:
+                self.failed = True
+                raise
+            if not self.journal.spare:
+                self._hold()
+        return True
+
+    def watch_disk(self) -> bool:
         self._hold()
         if self.journal.refused:
             self.journal.make_ahead()
@@ -167,21 +228,16 @@ class Persistence:
             return
         hub.why_held = why
         if why:
-            log.warning("%s until there is space for %s", why, journal.folder)
+            log.warning("%s until there is space for %s", why, self.where)
         else:
-            log.warning("there is space for %s again: nothing waits", journal.folder)
+            log.warning("there is space for %s again: nothing waits", self.where)
 
     def seal(self) -> None:
-        """Keep a snapshot instead of all records. Raises NotNowError and OSError."""
-        self.commit()
-        self.journal.seal(self._clock.now, dump(self._recorder))
+        self.commit(True)
+        self.journal.seal(self._clock.now, self.state())
 
     def close(self, for_good: bool) -> None:
-        """Record no more. What clients see now does not matter to those that come back: nothing is written of it.
-
-        If that is `for_good`, the journal is removed, else it is left to another server.
-        """
-        self._clock.recorder = None
+        super().close(for_good)
         if for_good:
             self.journal.remove()
         else:

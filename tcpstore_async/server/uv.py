@@ -11,6 +11,8 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -98,6 +100,8 @@ class Connection(Transport):
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
+            if self.server.committing:
+                break
             if session.waits_for_space():
                 self.server.hold(self)
                 return
@@ -537,6 +541,15 @@ class UvServer(base.Server):
         """Whether `_write_more` will be called, in the next turn."""
         self._to_write: dict[Connection, None] = {}
         """Connections that have used up what a turn of the loop may write."""
+        self.committing = False
+        """Whether what has happened is being made durable: until then nothing else happens here."""
+        self._postponed: list[tuple[int, int]] = []
+        """What the poller has reported meanwhile."""
+        self._postponed_calls: list[Callable[[], object]] = []
+        self._arrived: list[tuple[int, str, int, NamedStore | None]] = []
+        """What was accepted meanwhile."""
+        self.cut_off = False
+        """Whether another server may serve by now: connections are closed at once, without a trace in the stores."""
 
     def open_connections(self) -> list[Transport]:
         found: list[Transport] = [connection for connection in self.connections if connection is not None]
@@ -546,7 +559,45 @@ class UvServer(base.Server):
         if isinstance(connection, Connection):
             connection.lost(OSError(errno.ECONNRESET, "the server ends"))
 
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        self.loop.call_soon(self._call, callback)
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        if self.committing:
+            self._postponed_calls.append(callback)
+        else:
+            callback()
+
+    def committed(self) -> None:
+        """Send what had to be durable first, and go on with what was postponed. Outside of a turn."""
+        self.committing = False
+        with self.turn:
+            pass
+        if self.committing:  # something has happened that was not postponed
+            return
+        calls, self._postponed_calls = self._postponed_calls, []
+        for callback in calls:
+            self.call_soon(callback)
+        arrived, self._arrived = self._arrived, []
+        for one in arrived:
+            self.serve(*one)
+        reported, self._postponed = self._postponed, []
+        if arrived:
+            self.served()
+        self.ready(reported)
+
+    def cut(self) -> None:
+        """Close all connections for their peers, at once. What that means for the stores happens later."""
+        self.cut_off = True
+        for connection in self.open_connections():
+            if isinstance(connection, Connection) and connection.fd >= 0:
+                with socket.socket(fileno=os.dup(connection.fd)) as peer, suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+
     def release(self) -> None:
+        for fd, _, _, _ in self._arrived:
+            os.close(fd)
+        self._arrived.clear()
         for fd in self.closing:
             os.close(fd)
         self.closing.clear()
@@ -561,6 +612,9 @@ class UvServer(base.Server):
 
     def ready(self, reported: list[tuple[int, int]]) -> None:
         """Serve the reported descriptors, each with its events."""
+        if self.committing:
+            self._postponed.extend(reported)
+            return
         self.turn.begin()
         times = self.times
         began = 0.0 if times is None else times.begin()
@@ -586,6 +640,9 @@ class UvServer(base.Server):
         for fd, events in reported:
             if self.held_bytes > _HELD_BYTES:
                 self._write_held()
+                if self.committing:
+                    self._postponed.append((fd, events))
+                    continue
             connection = connections[fd]
             if connection is None:
                 if self.tls_connections:
@@ -618,6 +675,8 @@ class UvServer(base.Server):
     def _write_held(self) -> None:
         """Write what this turn has to send, and close what was to be closed behind it."""
         connections = self.connections
+        if self.committing:
+            return
         self.held_bytes = 0
         while self.held:
             if self.store.hub.pending_flush:  # a command behind those that woke them has failed
@@ -625,7 +684,7 @@ class UvServer(base.Server):
             held, self.held = self.held, []
             self.held_bytes = 0
             if self.persistence is not None and not self._commit(self.persistence, held):
-                self.held = held
+                self.held = held + self.held
                 return
             for connection in held:
                 fd = connection.fd
@@ -677,11 +736,14 @@ class UvServer(base.Server):
             if connection.single is not None:
                 connection.single.keep_ahead(connection.session.out)
         try:
-            persistence.commit()
+            durable = persistence.commit(len(held) + len(self.closing) > 0)
         except OSError as error:
             self.lost(error)
             return False
-        return True
+        if not durable:
+            self.committing = True
+            self.held_bytes = _HELD_BYTES + 1  # so that nothing else is read
+        return durable
 
     def _ready_with_tls(self, fd: int, events: int) -> None:
         connection = self.tls_connections.get(fd)
@@ -762,7 +824,7 @@ class UvServer(base.Server):
             self._deferred = []
             end = time.perf_counter() + _RESUMED_SECONDS
             for at, connection in enumerate(deferred):
-                if time.perf_counter() > end:
+                if self.committing or time.perf_counter() > end:
                     if not self._deferred:
                         self.call_soon(self._resume)
                     self._deferred = deferred[at:] + self._deferred
@@ -810,8 +872,11 @@ class UvServer(base.Server):
     # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
+        if self.committing and not self.cut_off:
+            self._arrived.append((fd, host, port, store))
+            return
         self.turn.begin()
-        if (store is not None and store.ended) or not self.admits(host, port):
+        if (store is not None and store.ended) or self.cut_off or not self.admits(host, port):
             os.close(fd)
             return
         os.set_blocking(fd, False)

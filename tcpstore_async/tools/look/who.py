@@ -139,6 +139,14 @@ def stop(context: ClientContext, admin: Path | None) -> None:
     look_in(context, admin, [], stop=True)
 
 
+@click.command()
+@admin_option
+@client_command
+def promote(context: ClientContext, admin: Path | None) -> None:
+    """Let a server that stands by serve instead of this one: ranks see a pause of less than a second."""
+    look_in(context, admin, [], promote=True)
+
+
 def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
     """Keep only the sessions in this store, and return a line about the others, if there are any."""
     others = facts.keep_store(store)

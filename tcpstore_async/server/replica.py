@@ -1,0 +1,231 @@
+"""One server process of a replicated store: it stands by, serves while it holds the epoch, and stands by again.
+
+Knows the log in etcd and how to make a server. Must not know what a record does, nor signals or options.
+
+Invariant: it serves only what it has read to the end while it held the epoch. Meanwhile, and before, whoever comes is
+told who serves, if anybody does.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Final
+
+from ..base.errors import counted
+from ..log.etcd import EtcdLog, Holder, Trimmed
+from ..log.records import OtherReplay
+from .replication import Replication
+from .uv import UvServer
+
+log = logging.getLogger("tcpstore_async.server")
+
+_RETRY_SECONDS: Final = 0.5
+"""Time between two attempts to follow a log that another version writes."""
+
+_LOOK_SECONDS: Final = 0.1
+"""Time between two looks whether the lease is held."""
+
+_NOBODY: Final = "nobody serves at the moment"
+
+
+class Replica:
+    """Stands by, and serves, for one process."""
+
+    def __init__(
+        self,
+        etcd: EtcdLog,
+        settings: dict[str, str],
+        make: Callable[[str], UvServer],
+        looking: Callable[[UvServer], AbstractAsyncContextManager[None]],
+        announce: Callable[[UvServer, str], Awaitable[None]],
+    ) -> None:
+        """`make` returns a server, given the name of its instance; `looking` answers at its admin socket meanwhile.
+
+        `announce` is called with a server that accepts connections, and its role.
+        """
+        self.etcd = etcd
+        self.server: UvServer | None = None
+        """The one that accepts connections."""
+        self._settings = settings
+        self._make = make
+        self._looking = looking
+        self._announce = announce
+        self._loop = asyncio.get_running_loop()
+        self._free = asyncio.Event()
+        """Set while nobody holds the epoch."""
+        self._holder: Holder | None = None
+        self._told = asyncio.Event()
+        """Set once it is known who does."""
+        self.over = asyncio.Event()
+        """Set when this process is to stand by again."""
+
+    def status(self) -> str:
+        """Return what this process does, in a few words."""
+        server = self.server
+        if server is None or server.links.elsewhere is not None:
+            return "standing by" if server is None else server.store.hub.why_held
+        return f"serving at {self.etcd.holder.address}, {counted(server.links.clients(server.count), 'client')}"
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[UvServer]:
+        """Stand by until this process may serve; then serve while the context lasts, and give up the epoch."""
+        server, replication = await self._stand_by()
+        try:
+            self.over.clear()
+            replication.on_deposed = server.on_promote = self.over.set
+            server.persistence = replication
+            replication.on_committed = server.committed
+            replication.go_on(replication.chain.number == 0)
+            server.go_on()
+            self.server = server
+            server.start()
+            async with self._looking(server):
+                await self._announce(server, "server")
+                watching = asyncio.ensure_future(self._watch(server, replication))
+                try:
+                    yield server
+                finally:
+                    watching.cancel()
+        finally:
+            await self._leave(server, replication)
+
+    async def _leave(self, server: UvServer, replication: Replication) -> None:
+        if server.stopped:
+            return
+        server.cut()
+        if not replication.failed:
+            await replication.finish()
+            with suppress(Exception):
+                await asyncio.to_thread(replication.seal)
+        await asyncio.to_thread(self.etcd.resign)
+        replication.close(False)
+        if not replication.failed:
+            server.persistence = None
+        server.stop(for_good=False)
+
+    async def _watch(self, server: UvServer, replication: Replication) -> None:
+        """Close the connections of a server that may no longer hold the epoch: their clients look for another."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            late = time.monotonic() >= self.etcd.certain_until
+            if late and self.etcd.lost():
+                self.over.set()
+            if late != server.cut_off:
+                why = "etcd has not answered for so long that another server may serve" if late else ""
+                server.store.hub.why_held = why
+                log.warning("%s", f"{why}: closing all connections" if late else "etcd answers again")
+                if late:
+                    server.cut()
+                server.cut_off = late
+
+    # Standing by
+
+    async def _stand_by(self) -> tuple[UvServer, Replication]:
+        """Return a server that is as the log says to its end, and the log, whose epoch is ours."""
+        front = self.server = self._make("")
+        front.links.elsewhere = ""
+        front.store.hub.why_held = f"this server stands by: {_NOBODY}"
+        front.start()
+        try:
+            async with self._looking(front):
+                following = asyncio.ensure_future(self._follow())
+                announcing = asyncio.ensure_future(self._announce_when_known(front))
+                try:
+                    return await following
+                finally:
+                    following.cancel()
+                    announcing.cancel()
+        finally:
+            front.stop()
+
+    async def _announce_when_known(self, front: UvServer) -> None:
+        await self._told.wait()
+        if self._holder is not None:
+            await self._announce(front, "standby")
+
+    async def _follow(self) -> tuple[UvServer, Replication]:
+        """Follow the log until the epoch is ours, and everything is read."""
+        said = ""
+        while True:
+            instance = await asyncio.to_thread(self.etcd.open, self._settings)
+            server = self._make(instance)
+            replication = Replication(server.engine(), server.links, server.turn, self.etcd)
+            try:
+                await asyncio.to_thread(replication.begin)
+                await self._until_ours(replication)
+                if await asyncio.to_thread(self.etcd.open, self._settings) == instance:
+                    rest = partial(self._read_rest, replication)
+                    await asyncio.to_thread(rest)
+                    return server, replication
+                log.info("the stores have ended for good: beginning with empty ones")
+            except Trimmed:
+                pass
+            except OtherReplay as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("cannot follow the log until there is a snapshot: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            except BaseException:
+                await asyncio.to_thread(self.etcd.resign)
+                server.stop(for_good=False)
+                raise
+            replication.close(False)
+            server.stop(for_good=False)
+
+    def _read_rest(self, replication: Replication) -> None:
+        began = time.monotonic()
+        replication.follow(self.etcd.read_rest(replication.chain.number))
+        seconds = time.monotonic() - began
+        what = f"followed {counted(replication.records, 'record')} of the log"
+        log.info("%s, the last ones within %.2f s of taking over", what, seconds)
+
+    async def _until_ours(self, replication: Replication) -> None:
+        """Follow until the epoch is ours. Raises Trimmed, OtherReplay and JournalError."""
+        self._free.clear()
+        following = asyncio.ensure_future(
+            asyncio.to_thread(self.etcd.follow, replication.chain.number, partial(self._take, replication), self._tell)
+        )
+        try:
+            while True:
+                free = asyncio.ensure_future(self._free.wait())
+                await asyncio.wait([following, free], return_when=asyncio.FIRST_COMPLETED)
+                free.cancel()
+                if following.done():
+                    await following
+                    raise AssertionError("nobody has ended it")
+                if await asyncio.to_thread(self.etcd.take_epoch):
+                    return
+                await asyncio.sleep(0)
+                if self._holder is None:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            self.etcd.stop_following()
+            with suppress(Exception):
+                await following
+
+    def _take(self, replication: Replication, records: list[bytes]) -> None:
+        replication.follow(records)
+        self.etcd.announce(replication.chain.number)
+        others = self.etcd.standbys()
+        if not others or min(one.id for one in others) == self.etcd.holder.id:
+            replication.make_snapshot()
+
+    def _tell(self, holder: Holder | None) -> None:
+        """Note who serves. Called in the thread that follows."""
+        self._loop.call_soon_threadsafe(self._note, holder)
+
+    def _note(self, holder: Holder | None) -> None:
+        self._holder = holder
+        self._told.set()
+        if holder is None:
+            self._free.set()
+        else:
+            self._free.clear()
+        front = self.server
+        if front is not None and front.links.elsewhere is not None:
+            front.links.elsewhere = "" if holder is None else holder.address
+            serves = _NOBODY if holder is None else f"{holder.address} serves"
+            front.store.hub.why_held = f"this server stands by: {serves}"
