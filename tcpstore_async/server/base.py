@@ -268,7 +268,7 @@ class Server:
             with self.turn:
                 pass  # what has happened is kept, and answered
             if not (for_good or self.persistence.failed or self.persistence.differs):
-                self._seal(self.persistence)
+                self.seal(self.persistence)
             self.persistence.close(for_good)
             if not self.persistence.failed:
                 self.persistence = None
@@ -292,7 +292,7 @@ class Server:
         if self.snapshots is not None:
             self.snapshots.close()
 
-    def _seal(self, persistence: Persistence) -> None:
+    def seal(self, persistence: Persistence) -> None:
         """Keep a snapshot, so that the next server has nothing to execute again, whichever version it is."""
         with self.turn:
             persistence.break_all(self.break_off)

@@ -16,7 +16,7 @@ from typing import Final
 
 from ..base.errors import counted
 from ..log.etcd import EtcdLog, Holder, Trimmed
-from ..log.records import OtherReplay
+from ..log.records import REPLAY, OtherReplay
 from .replication import Replication
 from .uv import UvServer
 
@@ -98,8 +98,9 @@ class Replica:
         server.cut()
         if not replication.failed:
             await replication.finish()
-            with suppress(Exception):
-                await asyncio.to_thread(replication.seal)
+            others = await asyncio.to_thread(self.etcd.standbys)
+            if any(one.replay != REPLAY for one in others) and not replication.differs:
+                server.seal(replication)  # all that another version can begin with
         await asyncio.to_thread(self.etcd.resign)
         replication.close(False)
         if not replication.failed:

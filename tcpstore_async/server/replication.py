@@ -103,9 +103,7 @@ class Replication(Persistence):
         self._fenced = False
         self.busy = True
         self._idle.clear()
-        number = self.chain.number
-        record = alone(self.chain.record(self._clock.now, self._outputs.take(), events))
-        self.unsaved += len(record)
+        number, record = self._record(events)
         if self.unsaved > _MUCH and not self._warned:
             self._warned = True
             log.warning(
@@ -115,6 +113,13 @@ class Replication(Persistence):
         writing = self._loop.run_in_executor(self._thread, self.etcd.append, number, record)
         writing.add_done_callback(lambda done: self._appended(done, began))
         return False
+
+    def _record(self, events: bytes) -> tuple[int, bytes]:
+        """Return the number of the next record, and the record."""
+        number = self.chain.number
+        record = alone(self.chain.record(self._clock.now, self._outputs.take(), events))
+        self.unsaved += len(record)
+        return number, record
 
     def _appended(self, done: "asyncio.Future[None]", began: float) -> None:
         error = done.exception()
@@ -139,8 +144,9 @@ class Replication(Persistence):
             log.warning("etcd has not answered for %g s: what was not appended is lost, unanswered", _END_SECONDS)
 
     def seal(self) -> None:
-        if not self.failed and any(one.replay != REPLAY for one in self.etcd.standbys()):
-            self._write_snapshot(self.state())
+        state = self.state()
+        self.etcd.append(*self._record(self._encoder.take()))
+        self._write_snapshot(state)
 
     def close(self, for_good: bool) -> None:
         super().close(for_good)

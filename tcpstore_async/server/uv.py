@@ -543,8 +543,8 @@ class UvServer(base.Server):
         """Connections that have used up what a turn of the loop may write."""
         self.committing = False
         """Whether what has happened is being made durable: until then nothing else happens here."""
-        self._postponed: list[tuple[int, int]] = []
-        """What the poller has reported meanwhile."""
+        self._postponed: dict[int, int] = {}
+        """What the poller has reported meanwhile: events, keyed by file descriptor."""
         self._postponed_calls: list[Callable[[], object]] = []
         self._arrived: list[tuple[int, str, int, NamedStore | None]] = []
         """What was accepted meanwhile."""
@@ -568,6 +568,10 @@ class UvServer(base.Server):
         else:
             callback()
 
+    def _postpone(self, reported: list[tuple[int, int]]) -> None:
+        for fd, events in reported:
+            self._postponed[fd] = self._postponed.get(fd, 0) | events
+
     def committed(self) -> None:
         """Send what had to be durable first, and go on with what was postponed. Outside of a turn."""
         self.committing = False
@@ -581,7 +585,7 @@ class UvServer(base.Server):
         arrived, self._arrived = self._arrived, []
         for one in arrived:
             self.serve(*one)
-        reported, self._postponed = self._postponed, []
+        reported, self._postponed = list(self._postponed.items()), {}
         if arrived:
             self.served()
         self.ready(reported)
@@ -613,7 +617,7 @@ class UvServer(base.Server):
     def ready(self, reported: list[tuple[int, int]]) -> None:
         """Serve the reported descriptors, each with its events."""
         if self.committing:
-            self._postponed.extend(reported)
+            self._postpone(reported)
             return
         self.turn.begin()
         times = self.times
@@ -641,7 +645,7 @@ class UvServer(base.Server):
             if self.held_bytes > _HELD_BYTES:
                 self._write_held()
                 if self.committing:
-                    self._postponed.append((fd, events))
+                    self._postpone([(fd, events)])
                     continue
             connection = connections[fd]
             if connection is None:
