@@ -197,7 +197,7 @@ async def run(
     defer_accept: int = DEFER_ACCEPT,
     admin: str | None = None,
     http: "HttpOptions | None" = None,
-    ready: "Callable[[Server], None]",
+    ready: "Callable[..., None]",
     tokens: TokenFiles | None = None,
     require_auth: str = "",
     linger: float | None = None,

@@ -322,12 +322,14 @@ def serve(
 
     page: HttpOptions | None = None
 
-    def announce(server: "Server", **role: object) -> None:
+    def announce(server: "Server", role: str = "") -> None:
         more: dict[str, object] = {} if server.tls is None else {"tls": True}
         more.update({"admin": server.admin} if server.admin else {})
         more.update({} if page is None else {"http": page.url})
-        more.update({} if persist is None else {"persist": str(persist)}, **role)
-        announce_ready(port_file, server.host, server.port, "", backend=backend, build=build(), **more)
+        more.update({} if persist is None else {"persist": str(persist)})
+        replica = server.facts()
+        more.update({name: replica[name] for name in ("epoch", "serves") if name in replica})
+        announce_ready(port_file, server.host, server.port, role, backend=backend, build=build(), **more)
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:

@@ -434,6 +434,7 @@ class Admin:
             "connections": server.count,
             "max_connections": server.max_connections,
             "why_held": server.store.hub.why_held,
+            **server.facts(),
         }
 
 

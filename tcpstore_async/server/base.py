@@ -119,6 +119,8 @@ class Server:
         self.on_end: Callable[[OSError | None], object] | None = None
         """Called when the server is to end for good, or with an error if it cannot keep what has been executed:
         then nothing has left, and nothing more will."""
+        self.facts: Callable[[], dict[str, object]] = dict
+        """Returns what else it says of itself."""
         self.on_promote: Callable[[], object] | None = None
         """Called when a server that stands by is to serve instead."""
         self.on_replace: Callable[[str], object] | None = None

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Final
 
 from ..base.errors import counted
-from ..log.etcd import EtcdLog, Holder, Trimmed
+from ..log.encoding import JournalError
+from ..log.etcd import EtcdLog, Holder, Standby, Trimmed
 from ..log.records import REPLAY, OtherReplay
-from .replication import Replication
+from .replication import SNAPSHOT_BYTES, Replication
 from .uv import UvServer
 
 log = logging.getLogger("tcpstore_async.server")
@@ -25,8 +26,15 @@ log = logging.getLogger("tcpstore_async.server")
 _RETRY_SECONDS: Final = 0.5
 """Time between two attempts to follow a log that another version writes."""
 
+_KNOWN_SECONDS: Final = 1.0
+"""Time between two announcements of a server that stands by."""
+
 _LOOK_SECONDS: Final = 0.1
 """Time between two looks whether the lease is held."""
+
+SERVER: Final = "server"
+STANDBY: Final = "standby"
+"""Roles."""
 
 _NOBODY: Final = "nobody serves at the moment"
 
@@ -57,10 +65,36 @@ class Replica:
         self._free = asyncio.Event()
         """Set while nobody holds the epoch."""
         self._holder: Holder | None = None
+        self._standbys: list[Standby] = []
+        """Those seen last."""
         self._told = asyncio.Event()
         """Set once it is known who does."""
         self.over = asyncio.Event()
         """Set when this process is to stand by again."""
+
+    async def _look_for_standbys(self) -> None:
+        with suppress(JournalError):
+            self._standbys = await asyncio.to_thread(self.etcd.standbys)
+
+    async def _know_standbys(self) -> None:
+        while True:
+            await self._look_for_standbys()
+            await asyncio.sleep(_KNOWN_SECONDS)
+
+    def _facts(self, replication: Replication) -> dict[str, object]:
+        """Return what a server that serves says of itself."""
+        number = replication.chain.number
+        return {
+            "role": SERVER,
+            "epoch": self.etcd.epoch,
+            "commit_seconds": round(replication.commit_seconds, 6),
+            "records": number,
+            "bytes_since_snapshot": replication.unsaved,
+            "standbys": [
+                {"address": one.address, "version": one.version, "records_behind": max(0, number - one.number)}
+                for one in self._standbys
+            ],
+        }
 
     def status(self) -> str:
         """Return what this process does, in a few words."""
@@ -78,17 +112,20 @@ class Replica:
             replication.on_deposed = server.on_promote = self.over.set
             server.persistence = replication
             replication.on_committed = server.committed
+            server.facts = partial(self._facts, replication)
             replication.go_on(replication.chain.number == 0)
             server.go_on()
             self.server = server
             server.start()
             async with self._looking(server):
-                await self._announce(server, "server")
-                watching = asyncio.ensure_future(self._watch(server, replication))
+                await self._announce(server, SERVER)
+                tasks = [asyncio.ensure_future(self._watch(server, replication))]
+                tasks.append(asyncio.ensure_future(self._know_standbys()))
                 try:
                     yield server
                 finally:
-                    watching.cancel()
+                    for task in tasks:
+                        task.cancel()
         finally:
             await self._leave(server, replication)
 
@@ -98,8 +135,8 @@ class Replica:
         server.cut()
         if not replication.failed:
             await replication.finish()
-            others = await asyncio.to_thread(self.etcd.standbys)
-            if any(one.replay != REPLAY for one in others) and not replication.differs:
+            await self._look_for_standbys()
+            if any(one.replay != REPLAY for one in self._standbys) and not replication.differs:
                 server.seal(replication)  # all that another version can begin with
         await asyncio.to_thread(self.etcd.resign)
         replication.close(False)
@@ -129,6 +166,7 @@ class Replica:
         front = self.server = self._make("")
         front.links.elsewhere = ""
         front.store.hub.why_held = f"this server stands by: {_NOBODY}"
+        front.facts = lambda: {"role": STANDBY, "serves": front.links.elsewhere}
         front.start()
         try:
             async with self._looking(front):
@@ -145,7 +183,7 @@ class Replica:
     async def _announce_when_known(self, front: UvServer) -> None:
         await self._told.wait()
         if self._holder is not None:
-            await self._announce(front, "standby")
+            await self._announce(front, STANDBY)
 
     async def _follow(self) -> tuple[UvServer, Replication]:
         """Follow the log until the epoch is ours, and everything is read."""
@@ -156,12 +194,13 @@ class Replica:
             replication = Replication(server.engine(), server.links, server.turn, self.etcd)
             try:
                 await asyncio.to_thread(replication.begin)
-                await self._until_ours(replication)
-                if await asyncio.to_thread(self.etcd.open, self._settings) == instance:
+                ours = await self._until_ours(replication)
+                if ours and await asyncio.to_thread(self.etcd.open, self._settings) == instance:
                     rest = partial(self._read_rest, replication)
                     await asyncio.to_thread(rest)
                     return server, replication
-                log.info("the stores have ended for good: beginning with empty ones")
+                if ours:
+                    log.info("the stores have ended for good: beginning with empty ones")
             except Trimmed:
                 pass
             except OtherReplay as error:
@@ -183,12 +222,16 @@ class Replica:
         what = f"followed {counted(replication.records, 'record')} of the log"
         log.info("%s, the last ones within %.2f s of taking over", what, seconds)
 
-    async def _until_ours(self, replication: Replication) -> None:
-        """Follow until the epoch is ours. Raises Trimmed, OtherReplay and JournalError."""
+    async def _until_ours(self, replication: Replication) -> bool:
+        """Follow until the epoch is ours; return False if following has to begin anew.
+
+        Raises Trimmed, OtherReplay and JournalError.
+        """
         self._free.clear()
         following = asyncio.ensure_future(
             asyncio.to_thread(self.etcd.follow, replication.chain.number, partial(self._take, replication), self._tell)
         )
+        announcing = asyncio.ensure_future(self._stay_known(replication))
         try:
             while True:
                 free = asyncio.ensure_future(self._free.wait())
@@ -196,23 +239,30 @@ class Replica:
                 free.cancel()
                 if following.done():
                     await following
-                    raise AssertionError("nobody has ended it")
+                    return False
                 if await asyncio.to_thread(self.etcd.take_epoch):
-                    return
-                await asyncio.sleep(0)
-                if self._holder is None:
-                    await asyncio.sleep(_LOOK_SECONDS)
+                    return True
+                await asyncio.sleep(_LOOK_SECONDS)  # unless it is gone again, we are about to be told who has it
         finally:
-            self.etcd.stop_following()
+            announcing.cancel()
+            if not following.done():
+                self.etcd.stop_following()
             with suppress(Exception):
                 await following
 
+    async def _stay_known(self, replication: Replication) -> None:
+        """Let others know that this server stands by, and how far it has followed."""
+        while True:
+            await asyncio.to_thread(self.etcd.announce, replication.chain.number)
+            await asyncio.sleep(_KNOWN_SECONDS)
+
     def _take(self, replication: Replication, records: list[bytes]) -> None:
+        """Execute records, in the thread that follows."""
         replication.follow(records)
-        self.etcd.announce(replication.chain.number)
-        others = self.etcd.standbys()
-        if not others or min(one.id for one in others) == self.etcd.holder.id:
-            replication.make_snapshot()
+        if replication.unsaved >= SNAPSHOT_BYTES:
+            others = self.etcd.standbys()
+            if min([one.id for one in others], default=self.etcd.holder.id) == self.etcd.holder.id:
+                replication.make_snapshot()
 
     def _tell(self, holder: Holder | None) -> None:
         """Note who serves. Called in the thread that follows."""

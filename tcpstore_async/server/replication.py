@@ -75,9 +75,9 @@ class Replication(Persistence):
             self.execute(read_alone(data, self.chain))
             self.unsaved += len(data)
 
-    def make_snapshot(self, least: int = SNAPSHOT_BYTES) -> None:
-        """Make a snapshot if there are so many bytes of records since the last, and remove these."""
-        if self.unsaved < least or self.differs:
+    def make_snapshot(self) -> None:
+        """Make a snapshot, if that is possible now, which makes the records before unnecessary."""
+        if self.differs:
             return
         try:
             state = dump(self._replayer)

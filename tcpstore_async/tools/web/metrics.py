@@ -118,7 +118,9 @@ class _Server(Collector):
         accepting = float(bool(server.get("accepting", True)))
         yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
         held = float(bool(server.get("why_held")))
-        yield GaugeMetricFamily("tcpstore_writes_held", "Whether writes wait for space on the disk.", value=held)
+        yield GaugeMetricFamily("tcpstore_writes_held", "Whether writes wait; /readyz says why.", value=held)
+        if "role" in server:
+            yield from _replica(server)
         for name, text, gauge in _GAUGES:
             value = gauge(stats)
             if value is not None:
@@ -143,6 +145,24 @@ class _Server(Collector):
             {use: getattr(stats.budget, use) for use in _USES},
         )
         yield from _stores(self._counters, self._names)
+
+
+def _replica(server: dict[str, Any]) -> Iterator[Metric]:
+    """Yield where a server of a replicated store stands."""
+    serves = float(server["role"] == "server")
+    yield GaugeMetricFamily("tcpstore_serving", "Whether this server of a replicated store serves.", value=serves)
+    if not serves:
+        return
+    for name, text, key in (
+        ("epoch", "Grows whenever another server begins to serve.", "epoch"),
+        ("commit_seconds", "Duration of the last append to the log.", "commit_seconds"),
+        ("log_bytes", "Bytes of the log since its last snapshot.", "bytes_since_snapshot"),
+    ):
+        yield GaugeMetricFamily(f"tcpstore_{name}", text, value=server.get(key, 0))
+    lag = GaugeMetricFamily(
+        "tcpstore_standby_lag_records", "Records that a standby has not followed.", labels=["server"]
+    )
+    yield _labelled(lag, {str(one["address"]): one["records_behind"] for one in server.get("standbys", [])})
 
 
 def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str, bytes]:
