@@ -42,9 +42,10 @@ class Memory:
 
 
 class MemoryLog:
-    def __init__(self, memory: Memory, name: str, holder: Holder) -> None:
+    def __init__(self, memory: Memory, holder: Holder) -> None:
         self.memory = memory
-        self.name = name
+        self.where = "the log in memory"
+        self.epoch = 1
         self.holder = holder
         self.certain_until = 0.0
         self.before_append: Callable[[int], object] = lambda number: None
@@ -106,9 +107,12 @@ class MemoryLog:
             self._wait()
             if self.memory.epoch is None:
                 self.memory.epoch = self
-                self.certain_until = time.monotonic() + 3600.0
+                self.hold()
                 self.memory.changed.notify_all()
             return self.memory.epoch is self
+
+    def hold(self) -> None:
+        self.certain_until = time.monotonic() + 3600.0
 
     def read_rest(self, number: int) -> list[bytes]:
         with self.memory.changed:

@@ -163,6 +163,7 @@ class Replica:
 
     async def _stand_by(self) -> tuple[UvServer, Replication]:
         """Return a server that is as the log says to its end, and the log, whose epoch is ours."""
+        self._told.clear()
         front = self.server = self._make("")
         front.links.elsewhere = ""
         front.store.hub.why_held = f"this server stands by: {_NOBODY}"

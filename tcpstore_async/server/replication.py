@@ -38,7 +38,7 @@ class Replication(Persistence):
     """The log of one server, in etcd."""
 
     def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, etcd: EtcdLog) -> None:
-        super().__init__(engine, links, turn, f"the log of {etcd.name}")
+        super().__init__(engine, links, turn, etcd.where)
         self.etcd = etcd
         self.chain = Chain()
         self.on_committed: Callable[[], object] = lambda: None

@@ -1,0 +1,358 @@
+"""Servers that share a log: one serves at a time, and nothing that it says can be contradicted by the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+
+from conformance.frames import add, get, set_, wait
+from memory_log import Memory, MemoryLog
+from support import HANDSHAKE, LIMIT, u64
+from tcpstore_async.base.limits import Limits
+from tcpstore_async.log import records as records_module
+from tcpstore_async.log.etcd import Holder
+from tcpstore_async.log.records import REPLAY, alone
+from tcpstore_async.server import replica as replica_module
+from tcpstore_async.server import replication as replication_module
+from tcpstore_async.server.listen_socket import listen, prepare
+from tcpstore_async.server.replica import SERVER, STANDBY, Replica
+from tcpstore_async.server.uv import UvServer
+
+
+@asynccontextmanager
+async def _nobody_looks(server: UvServer) -> AsyncIterator[None]:
+    yield
+
+
+class Process:
+    """What one process of a replicated store does."""
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        listener = listen("127.0.0.1", 0)
+        prepare(listener)
+        self.port: int = listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.log = MemoryLog(memory, Holder(self.address, "1", REPLAY, name))
+        self.roles: asyncio.Queue[str] = asyncio.Queue()
+        self._listener = listener
+        self._serving = AsyncExitStack()
+        self._entering: asyncio.Future[UvServer] | None = None
+        self._peers: list[Peer] = []
+        self.replica = Replica(
+            self.log,  # type: ignore[arg-type]
+            {},
+            lambda instance: UvServer(listener.dup(), Limits(), instance=instance),
+            _nobody_looks,
+            self._announce,
+        )
+
+    async def _announce(self, server: UvServer, role: str) -> None:
+        self.roles.put_nowait(role)
+
+    @property
+    def server(self) -> UvServer:
+        assert self.replica.server is not None
+        return self.replica.server
+
+    async def become(self, role: str) -> None:
+        """Stand by from now on, and wait until the process has this role."""
+        if self._entering is None:
+            self._entering = asyncio.ensure_future(self._serving.enter_async_context(self.replica.serving()))
+        found = ""
+        while found != role:
+            told = asyncio.ensure_future(self.roles.get())
+            await asyncio.wait([told, self._entering], timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                told.cancel()
+                await self._entering
+                raise AssertionError(f"it has not become a {role}")
+            found = told.result()
+
+    def peer(self) -> Peer:
+        """Return a new connection."""
+        self._peers.append(Peer(self.port))
+        return self._peers[-1]
+
+    async def leave(self) -> None:
+        if self._entering is not None:
+            if not self._entering.done():
+                self._entering.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._entering
+            self._entering = None
+            await self._serving.aclose()
+
+    async def close(self) -> None:
+        for peer in self._peers:
+            peer.socket.close()
+        await self.leave()
+        self.log.close()
+        self._listener.close()
+
+
+class Peer:
+    """A stock client."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setblocking(False)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def receive(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.socket, count - len(data)), LIMIT)
+            if not part:
+                break
+            data += part
+        return data
+
+    async def ask(self, request: bytes, count: int) -> bytes:
+        await self.send(request)
+        return await self.receive(count)
+
+    def hears_nothing(self) -> bool:
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@asynccontextmanager
+async def processes(count: int) -> AsyncIterator[tuple[Memory, list[Process]]]:
+    memory = Memory()
+    found = [Process(memory, name) for name in "abc"[:count]]
+    try:
+        await found[0].become(SERVER)
+        for one in found[1:]:
+            await one.become(STANDBY)
+        yield memory, found
+    finally:
+        for one in found:
+            await one.close()
+
+
+class Gate:
+    """Holds appends back."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self.log = log
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        log.before_append = self._hold
+
+    def _hold(self, number: int) -> None:
+        self.reached.set()
+        assert self.opened.wait(LIMIT)
+
+    async def reach(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, LIMIT)
+
+    def open(self) -> None:
+        self.log.before_append = lambda number: None
+        self.opened.set()
+
+
+def _without_ticks(memory: Memory) -> list[bytes]:
+    return [record for record in memory.records.values() if b"tick" not in record]
+
+
+async def _turns(count: int = 20) -> None:
+    """Let the loop do what it has to do."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_nothing_leaves_before_its_record_is_appended() -> None:
+    async with processes(1) as (memory, (one,)):
+        peer, other = one.peer(), one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(1)
+        gate = Gate(one.log)
+        await peer.send(add(b"n", 1))
+        await gate.reach()
+        late = one.peer()
+        await late.send(HANDSHAKE + add(b"n", 1))
+        await other.send(get(b"n"))  # it may not see what is not durable
+        await _turns()
+        assert peer.hears_nothing()
+        assert other.hears_nothing()
+        assert late.hears_nothing()
+        gate.open()
+        assert await peer.receive(8) == u64(2)
+        assert await late.receive(8) == u64(3)
+        assert await other.receive(9) in (u64(1) + b"2", u64(1) + b"3")
+
+
+async def test_waits_that_end_meanwhile() -> None:
+    async with processes(1) as (memory, (one,)):
+        waiter, peer, third = one.peer(), one.peer(), one.peer()
+        assert await waiter.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        assert await third.ask(HANDSHAKE + add(b"n", 1), 8) == u64(2)
+        await waiter.send(wait(b"key"))
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(3)
+        gate = Gate(one.log)
+        await peer.send(set_(b"key", b"value"))
+        await gate.reach()
+        third.socket.close()
+        await _turns()
+        assert waiter.hears_nothing()
+        gate.open()
+        assert await waiter.receive(1) == b"\0"
+        assert await peer.ask(add(b"n", 1), 8) == u64(4)
+
+
+async def test_what_is_read_leaves_at_once_while_the_lease_is_held_and_else_behind_a_record() -> None:
+    async with processes(1) as (memory, (one,)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        count = len(_without_ticks(memory))
+        assert await peer.ask(get(b"n"), 9) == u64(1) + b"1"
+        assert len(_without_ticks(memory)) == count
+        one.log.certain_until = 0.0
+        one.server.cut_off = True  # and nobody is cut off for that in this test
+        gate = Gate(one.log)
+        await peer.send(get(b"n"))
+        await gate.reach()
+        assert peer.hears_nothing()
+        gate.open()
+        assert await peer.receive(9) == u64(1) + b"1"
+        assert len(_without_ticks(memory)) == count + 1
+
+
+async def test_a_server_that_has_lost_its_epoch_answers_nothing_and_stands_by() -> None:
+    async with processes(2) as (memory, (one, two)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        gate = Gate(one.log)
+        await peer.send(add(b"n", 1))
+        await gate.reach()
+        memory.end_lease()
+        await two.become(SERVER)
+        other = two.peer()
+        assert await other.ask(HANDSHAKE + add(b"n", 5), 8) == u64(6)
+        gate.open()
+        await asyncio.wait_for(one.replica.over.wait(), LIMIT)
+        await one.leave()
+        with suppress(ConnectionResetError):
+            assert await peer.receive(8) == b""
+        await one.become(STANDBY)
+        assert one.server.links.elsewhere == two.address
+        assert await other.ask(add(b"n", 0), 8) == u64(6)
+
+
+async def test_a_server_that_is_cut_off_closes_connections_and_goes_on_where_it_was() -> None:
+    async with processes(1) as (memory, (one,)):
+        peer, writer = one.peer(), one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        assert await writer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(2)
+        memory.silence(False)
+        await writer.send(add(b"n", 1))
+        one.log.certain_until = 0.0
+        for cut in (peer, writer):
+            with suppress(ConnectionResetError):
+                assert await cut.receive(8) == b""
+        late = one.peer()
+        with suppress(OSError):
+            assert await late.receive(1) == b""
+        assert "etcd" in one.server.store.hub.why_held
+        memory.silence(True)
+        one.log.hold()
+        while one.server.cut_off:
+            await asyncio.sleep(0.01)
+        again = one.peer()
+        assert await again.ask(HANDSHAKE + add(b"n", 0), 8) == u64(3)  # executed once, though nobody was answered
+
+
+async def test_handing_over() -> None:
+    async with processes(2) as (memory, (one, two)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + set_(b"key", b"value") + add(b"n", 7), 8) == u64(7)
+        assert one.server.on_promote is not None
+        one.server.on_promote()
+        await asyncio.wait_for(one.replica.over.wait(), LIMIT)
+        await one.leave()
+        await two.become(SERVER)
+        await one.become(STANDBY)
+        other = two.peer()
+        assert await other.ask(HANDSHAKE + get(b"key"), 13) == u64(5) + b"value"
+        assert two.replica.status() == f"serving at {two.address}, 1 client"
+        assert one.replica.status() == f"this server stands by: {two.address} serves"
+
+
+async def test_standbys_make_snapshots_with_which_others_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (replica_module, replication_module):
+        monkeypatch.setattr(module, "SNAPSHOT_BYTES", 10_000)
+    async with processes(2) as (memory, (one, two)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + set_(b"key", bytes(20_000)) + add(b"n", 7), 8) == u64(7)
+        while memory.snapshot is None:
+            await asyncio.sleep(0.01)
+        assert min(memory.records, default=memory.snapshot.number) >= memory.snapshot.number
+        assert await peer.ask(add(b"n", 1), 8) == u64(8)
+        third = Process(memory, "c")
+        try:
+            await third.become(STANDBY)
+            await one.leave()
+            await two.leave()
+            await third.become(SERVER)
+            other = third.peer()
+            assert await other.ask(HANDSHAKE + get(b"key"), 20_008) == u64(20_000) + bytes(20_000)
+            assert await other.ask(add(b"n", 0), 8) == u64(8)
+        finally:
+            await third.close()
+
+
+async def test_another_version_begins_with_a_snapshot_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with processes(1) as (memory, (one,)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 7), 8) == u64(7)
+        newer = Process(memory, "b")
+        newer.log.holder.replay = REPLAY + 1
+        reading = records_module.read_alone
+
+        def read_alone(data: bytes, chain: records_module.Chain) -> records_module.Record:
+            if threading.current_thread().name.startswith("asyncio"):
+                raise records_module.OtherReplay("record 0 was written by another version")
+            return reading(data, chain)
+
+        monkeypatch.setattr(replication_module, "read_alone", read_alone)
+        try:
+            await newer.become(STANDBY)
+            newer.log.announce(0)
+            await one.leave()
+            assert memory.snapshot is not None
+            await newer.become(SERVER)
+            other = newer.peer()
+            assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
+        finally:
+            await newer.close()
+
+
+async def test_stores_that_end_for_good_are_not_continued() -> None:
+    async with processes(2) as (memory, (one, two)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 7), 8) == u64(7)
+        await one.server.dismiss()
+        one.server.stop()
+        await one.leave()
+        await two.become(SERVER)
+        other = two.peer()
+        assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(0)
+
+
+def test_a_record_alone_is_whole_or_refused() -> None:
+    chain = records_module.Chain()
+    record = alone(chain.record(1.0, 2, b"events"))
+    assert records_module.read_alone(record, records_module.Chain()).events == b"events"
+    for data in (record[:-1], record[:20], record[:-1] + b"x"):
+        with pytest.raises(records_module.JournalError):
+            records_module.read_alone(data, records_module.Chain())
