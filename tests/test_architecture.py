@@ -43,8 +43,11 @@ MACHINE = {
     *("resource", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "urllib"),
     "uvloop",
 }
-OF_THE_MACHINE = {"base/deadline.py", "base/locks.py", "base/python_process.py", "log/journal.py"}
-"""Files in these folders that are about it: clocks, threads, processes, files."""
+OF_THE_MACHINE = {
+    *("base/deadline.py", "base/locks.py", "base/python_process.py", "log/etcd.py", "log/etcd_client.py"),
+    "log/journal.py",
+}
+"""Files in these folders that are about it: clocks, threads, processes, files, other servers."""
 
 STARTED = {("server/owned_process.py", "__main__"), ("server/process/parent.py", "serving")}
 """What the programs of processes import that a module starts: texts, and words after `-m`."""
