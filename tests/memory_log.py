@@ -93,11 +93,11 @@ class MemoryLog:
                 if not found and said is epoch:
                     memory.changed.wait(0.05)
                     continue
-            if found:
-                on_records(found)
             if said is not epoch:
                 said = epoch
                 on_epoch(None if epoch is None else epoch.holder)
+            if found:
+                on_records(found)
 
     def stop_following(self) -> None:
         self._following = False
@@ -107,6 +107,7 @@ class MemoryLog:
             self._wait()
             if self.memory.epoch is None:
                 self.memory.epoch = self
+                self.memory.standbys.pop(self.holder.id, None)
                 self.hold()
                 self.memory.changed.notify_all()
             return self.memory.epoch is self

@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -120,8 +121,9 @@ class EtcdLog:
         if not name or "/" in name:
             raise JournalError(f"{name!r} is no name of a store in etcd: it is empty, or has a slash")
         self._client = EtcdClient(urls, tls, user)
-        self._where = f"/tcpstore/{name}/"
-        self._holder = holder
+        self.where = f"/tcpstore/{name}/"
+        """Where all keys are."""
+        self.holder = holder
         self._ttl = math.ceil(lease)
         self._lock = threading.Lock()
         """Held while the next two change."""
@@ -135,7 +137,7 @@ class EtcdLog:
         """The lease of the key below standby/; 0 if there is none."""
 
     def _key(self, name: str) -> bytes:
-        return f"{self._where}{name}".encode()
+        return f"{self.where}{name}".encode()
 
     def _record(self, number: int) -> bytes:
         return self._key(f"log/{number:020}")
@@ -178,7 +180,7 @@ class EtcdLog:
         for name, wanted in settings.items():
             if instance.settings.get(name) != wanted:
                 raise JournalError(
-                    f"{self._where} in etcd was written by a server with {name}={instance.settings.get(name)}, and "
+                    f"{self.where} in etcd was written by a server with {name}={instance.settings.get(name)}, and "
                     f"this one has {name}={wanted}: start with the same, or with another name"
                 )
         return instance.instance
@@ -187,7 +189,7 @@ class EtcdLog:
         try:
             return msgspec.json.decode(value, type=kind)
         except msgspec.MsgspecError as error:
-            raise JournalError(f"{self._where} in etcd cannot be read: {error}") from None
+            raise JournalError(f"{self.where} in etcd cannot be read: {error}") from None
 
     # Reading
 
@@ -204,7 +206,7 @@ class EtcdLog:
                 return decode_snapshot(data)
             except JournalError as error:
                 if found.kvs[0].mod_revision == before:  # else a later one has replaced it meanwhile
-                    raise JournalError(f"{self._where} in etcd: {error}") from None
+                    raise JournalError(f"{self.where} in etcd: {error}") from None
             before = found.kvs[0].mod_revision
 
     def _ranges(self, wanted: list[Any], stop: threading.Event | None = None, limit: float = math.inf) -> list[Any]:
@@ -321,8 +323,8 @@ class EtcdLog:
             reply = client.txn(
                 [client.absent(key)],
                 [
-                    client.put(key, msgspec.json.encode(self._holder), lease),
-                    client.delete(self._key(f"standby/{self._holder.id}")),
+                    client.put(key, msgspec.json.encode(self.holder), lease),
+                    client.delete(self._key(f"standby/{self.holder.id}")),
                 ],
                 [client.get(key)],
             )
@@ -456,10 +458,24 @@ class EtcdLog:
                 ],
             )
 
+    def remove(self) -> None:
+        """Remove all records: the stores have ended for good. If the epoch is ours, it is no more."""
+        epoch = self._epoch
+        if epoch is None:
+            return
+        client = self._client
+        ours = client.created(self._key("epoch"), epoch.revision)
+        names = ("instance", "snapshot", "epoch")
+        folders = [client.delete(self._key(f"{name}/"), self._key(f"{name}0")) for name in ("log", "part", "snap")]
+        self._lose(epoch)
+        with suppress(UnavailableError):
+            client.txn([ours], [*folders, *(client.delete(self._key(name)) for name in names)], limit=_LIMIT)
+            client.revoke(epoch.lease, _LIMIT)
+
     def announce(self, number: int) -> None:
         """Say that this server follows, up to this record. To be called once a second; forgotten after some."""
         client = self._client
-        standby = Standby(**msgspec.structs.asdict(self._holder), number=number)
+        standby = Standby(**msgspec.structs.asdict(self.holder), number=number)
         try:
             if self._announced and client.keep_alive(client.member, self._announced)[0] <= 0:
                 self._announced = 0
@@ -529,7 +545,7 @@ class _Follower:
         log = self._log
         for response in watch:
             if "permission denied" in response.cancel_reason:
-                raise JournalError(f"{log._where} in etcd: {response.cancel_reason}")
+                raise JournalError(f"{log.where} in etcd: {response.cancel_reason}")
             records = []
             for event in response.events:
                 if event.kv.key == log._key("epoch"):

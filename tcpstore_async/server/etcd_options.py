@@ -1,5 +1,6 @@
 """What a server is told of the etcd that has its log. Must not know the log, which needs another package."""
 
+import secrets
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ class EtcdOptions(NamedTuple):
         host, port = listener.getsockname()[:2]
         if host in _ALL:
             host = self._own_address()
-        holder = Holder(format_address(host, port), VERSION, REPLAY)
+        holder = Holder(format_address(host, port), VERSION, REPLAY, secrets.token_hex(8))
         return EtcdLog(self.urls, self.name, holder, tls=self.tls, user=self.user)
 
     def _own_address(self) -> str:

@@ -202,6 +202,7 @@ class Replica:
                     return server, replication
                 if ours:
                     log.info("the stores have ended for good: beginning with empty ones")
+                    await asyncio.to_thread(self.etcd.resign)
             except Trimmed:
                 pass
             except OtherReplay as error:

@@ -289,7 +289,7 @@ def test_who_resigns_is_followed_at_once(logs: Logs) -> None:
     first, second = logs.leading(), logs.make()
     with following(second) as watching:
         until(lambda: watching.epochs)
-        assert watching.epochs == [first._holder]
+        assert watching.epochs == [first.holder]
         first.append(0, b"last")
         first.resign()
         first.resign()
@@ -299,7 +299,7 @@ def test_who_resigns_is_followed_at_once(logs: Logs) -> None:
         assert watching.epochs[1:] == [None]
         assert second.take_epoch()
         until(lambda: watching.epochs[2:])
-        assert watching.epochs[2:] == [second._holder]
+        assert watching.epochs[2:] == [second.holder]
     second.append(1, b"next")
     assert second.read_rest(0) == [b"last", b"next"]
 
@@ -363,7 +363,7 @@ def test_it_goes_on_when_the_leading_member_is_killed(cluster: Cluster, logs: Lo
         until(lambda: len(watching.records) == 60)
         assert watching.records == leader.read_rest(0) == [b"%d" % number for number in range(60)]
         assert not leader.lost()
-        assert watching.epochs == [leader._holder]
+        assert watching.epochs == [leader.holder]
 
 
 def test_a_member_that_is_stopped_holds_nothing_up(cluster: Cluster, logs: Logs) -> None:
@@ -510,7 +510,7 @@ def test_standbys_are_listed_while_they_are_there(logs: Logs) -> None:
     standby.announce(3)
     standby.announce(4)
     other.announce(1)
-    holder = standby._holder
+    holder = standby.holder
     found = sorted(leader.standbys(), key=lambda one: -one.number)
     assert found[0] == Standby(holder.address, holder.version, holder.replay, holder.id, 4)
     assert [one.number for one in found] == [4, 1]
