@@ -332,7 +332,7 @@ async def _replicate(
         ready(server, role=role)
 
     paged: list[HttpOptions] = []
-    with options.log(listener) as etcd:
+    with closing(options.log(listener)) as etcd:
         replica = Replica(etcd, settings, make, lambda server: admin_socket(server, admin), accepting)
 
         def reload() -> None:
