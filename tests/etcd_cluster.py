@@ -63,7 +63,11 @@ class Cluster:
         }
         if self.scheme == "https":
             server, ca = certificates().server, certificates().ours.ca
-            options |= {"cert-file": server.cert, "key-file": server.key, "trusted-ca-file": ca}
+            options |= {
+                "cert-file": server.cert,
+                "key-file": server.key,
+                "trusted-ca-file": ca,
+            }  # it wants certificates
         with open(self.folder / f"m{member}.log", "ab") as log:
             self._running[member] = subprocess.Popen(
                 [self.program, *(f"--{name}={value}" for name, value in options.items())],

@@ -8,8 +8,8 @@
                    snap/NUMBER/PART    the state behind all records before NUMBER
                    standby/ID          a server that follows, in JSON, as long as its lease lasts
 
-Calls block; they are made in threads, at one time by one thread for each of `follow`, `append` and the rest. This module
-must not know what a record says.
+Calls block, and are made in threads: one of them follows, one appends, any may do the rest. This module must not know
+what a record says.
 
 Invariants: a record is appended only while the epoch is its server's own, which etcd compares in the same transaction,
 so no clock matters. A number is written once. Whoever follows gets each record once, in order.
@@ -174,7 +174,7 @@ class EtcdLog:
             raise JournalError(f"no member of etcd answers at {', '.join(client.urls)}: {error}") from None
         if not reply.succeeded:
             value = reply.responses[0].response_range.kvs[0].value
-        instance = self._decode(value, _Instance)
+        instance: _Instance = self._decode(value, _Instance)
         for name, wanted in settings.items():
             if instance.settings.get(name) != wanted:
                 raise JournalError(
@@ -530,7 +530,7 @@ class _Follower:
         for response in watch:
             if "permission denied" in response.cancel_reason:
                 raise JournalError(f"{log._where} in etcd: {response.cancel_reason}")
-            records = []
+            records: list[bytes] = []
             for event in response.events:
                 if event.kv.key == log._key("epoch"):
                     self._tell_epoch(event.kv if event.type == 0 else None)

@@ -1,4 +1,4 @@
-"""Calls etcd, of whose members one is enough: each call goes to one of them, and on to the next if that does not answer.
+"""Calls etcd: each call goes to one member, and on to the next if that does not answer.
 
 Knows gRPC, which is an extra of the package and imported by the first client only. Must not know what the keys mean.
 
@@ -19,7 +19,7 @@ from ..base.errors import DistNetworkError
 from .encoding import JournalError
 
 ATTEMPT: Final = 0.8
-"""Seconds for which one member is waited for. It is doubled whenever all members have been tried, as etcd may be slow."""
+"""Seconds for which one member is waited for; doubled whenever all have been tried, as etcd may be slow."""
 
 _LONGEST: Final = 10.0
 
@@ -125,7 +125,7 @@ class EtcdClient:
             load_certificates(ssl.create_default_context(), tls)  # it says what is wrong, which gRPC does not
         except DistNetworkError as error:
             raise JournalError(str(error)) from None
-        contents = []
+        contents: list[bytes | None] = []
         for path in (tls.ca or ssl.get_default_verify_paths().cafile, tls.key, tls.cert):
             if path:
                 with open(path, "rb") as file:

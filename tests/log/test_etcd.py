@@ -182,7 +182,7 @@ def test_an_epoch_whose_answer_is_lost_is_had(cluster: Cluster, logs: Logs) -> N
             proxy.dropping = True
             return lease
 
-        log._client.grant = granted  # type: ignore[method-assign]
+        log._client.grant = granted  # type: ignore[method-assign, assignment]
         assert log.take_epoch()
         assert proxy.dropped
         log.append(0, b"ours")
@@ -627,11 +627,13 @@ def test_an_append_ends_when_the_log_is_closed(cluster: Cluster, logs: Logs) -> 
 
 # TLS and users
 
+OURS = TlsFiles(certificates().ours.ca, *certificates().client)
+
 
 @pytest.fixture(scope="module", params=PROGRAMS, ids=etcd_cluster.version_of)
 def secure(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with etcd_cluster.cluster(request.param, secure=True) as made:
-        log = EtcdLog(made.urls, "wait", Holder("", "", 1, ""), tls=certificates().trusting)
+        log = EtcdLog(made.urls, "wait", Holder("", "", 1, ""), tls=OURS)
         log.open({}, LIMIT)
         log.close()
         yield made
@@ -639,14 +641,14 @@ def secure(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 def test_tls(secure: Cluster) -> None:
     with ExitStack() as stack:
-        leader = Logs(secure.urls, stack).make(tls=certificates().trusting)
+        leader = Logs(secure.urls, stack).make(tls=OURS)
         leader.open({})
         assert leader.take_epoch()
         leader.append(0, LARGE)
         assert leader.read_rest(0) == [LARGE]
         addresses = [url.partition("//")[2] for url in secure.urls]
-        assert Logs(addresses, stack).make(tls=certificates().trusting).open({}) != ""
-        for tls in (TlsFiles(certificates().others.ca), TlsFiles()):
+        assert Logs(addresses, stack).make(tls=OURS).open({}) != ""
+        for tls in (certificates().trusting, OURS._replace(ca=certificates().others.ca), OURS._replace(ca="")):
             with pytest.raises(JournalError, match="no member of etcd answers"):
                 Logs(secure.urls, stack).make(tls=tls).open({}, 0.1)
         with pytest.raises(JournalError, match="no member of etcd answers"):
