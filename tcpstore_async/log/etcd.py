@@ -145,7 +145,7 @@ class EtcdLog:
 
     @property
     def trouble(self) -> str:
-        """Why etcd does not answer; empty if it does."""
+        """Why a call is not answered that is under way, such as `append`; empty if there is none."""
         return self._client.trouble
 
     @property
@@ -223,17 +223,27 @@ class EtcdLog:
                 return found
 
     def _whole(self, number: int, value: bytes) -> bytes:
-        """Return a record, of which this is the last part, or all. Raises Trimmed."""
+        """Return a record, of which this is the last part, or all. Raises like `_page`."""
         count, crc = _HEAD.unpack_from(value)
         if not count:
             return value[_HEAD.size :]
         record = b"".join([*self._parts("part", number, count), value[_HEAD.size :]])
         if zlib.crc32(record) != crc:
-            raise Trimmed(f"record {number} is no longer whole")
+            raise self._missing(number)
         return record
 
+    def _missing(self, number: int) -> Exception:
+        """Return what to raise: this record is not there, or not whole."""
+        (found,) = self._ranges([self._client.get(self._key("snapshot"))])
+        if found.kvs and self._decode(found.kvs[0].value, _Whole).number > number:
+            return Trimmed(f"record {number} was removed")
+        return JournalError(f"{self._where} in etcd: record {number} is missing, or not whole")
+
     def _page(self, number: int, stop: threading.Event | None = None) -> tuple[list[bytes], Any, int]:
-        """Return records from this one on, the epoch's key, and etcd's revision if that was all. Raises Trimmed."""
+        """Return records from this one on, the epoch's key, and etcd's revision if that was all.
+
+        Raises Trimmed, and JournalError.
+        """
         client = self._client
         reply = client.txn(
             [],
@@ -250,13 +260,13 @@ class EtcdLog:
         records = []
         for kv in found.kvs:
             if kv.key != self._record(number):
-                raise Trimmed(f"record {number} was removed")
+                raise self._missing(number)
             records.append(self._whole(number, kv.value))
             number += 1
         return records, (epoch.kvs[0] if epoch.kvs else None), (0 if found.more else reply.header.revision)
 
     def read_rest(self, number: int) -> list[bytes]:
-        """Return the records from this one to the end. Raises Trimmed."""
+        """Return the records from this one to the end. Raises Trimmed, and JournalError."""
         rest: list[bytes] = []
         revision = 0
         while not revision:

@@ -23,6 +23,9 @@ ATTEMPT: Final = 0.8
 
 _LONGEST: Final = 10.0
 
+_SLOW: Final = 0.25
+"""Seconds after which another member is asked next: one whose disk is slow delays what it has no part in."""
+
 PAUSE: Final = 0.05
 """Seconds between two attempts."""
 
@@ -96,10 +99,10 @@ class EtcdClient:
             for channel in self._channels
         ]
         self.member = 0
-        """The last one that has answered, by its place among the URLs."""
+        """The one to ask, by its place among the URLs: the last one that has answered."""
         self.closed = threading.Event()
         self.trouble: str = ""
-        """Why etcd does not answer; empty if it does."""
+        """Why a call is not answered that is under way; empty if there is none."""
 
     def _channel(self, url: str, tls: TlsFiles | None) -> Any:
         if "://" not in url:
@@ -148,20 +151,26 @@ class EtcdClient:
         """Return a member's answer. Raises Closed, also at `stop`; UnavailableError after `limit` seconds."""
         end = time.monotonic() + limit
         failed = 0
-        while True:
-            timeout = min(ATTEMPT * 2 ** min(failed // len(self._channels), 8), _LONGEST)
-            try:
-                return self.attempt(self.member, name, request, timeout)
-            except UnavailableError:
-                failed += 1
-                if time.monotonic() > end:
-                    raise
-            (stop or self.closed).wait(PAUSE)
-            if stop is not None and stop.is_set():
-                raise Closed
+        try:
+            while True:
+                timeout = min(ATTEMPT * 2 ** min(failed // len(self._channels), 8), _LONGEST)
+                try:
+                    return self.attempt(self.member, name, request, timeout)
+                except UnavailableError as error:
+                    self.trouble = str(error)
+                    failed += 1
+                    if time.monotonic() > end:
+                        raise
+                (stop or self.closed).wait(PAUSE)
+                if stop is not None and stop.is_set():
+                    raise Closed
+        finally:
+            if failed:
+                self.trouble = ""
 
     def attempt(self, member: int, name: str, request: Any, timeout: float) -> Any:
         """Return the answer of this member. Raises UnavailableError, after which another one is `member`."""
+        sent = time.monotonic()
         try:
             method, metadata = self._methods[member][name], self._metadata(member)
             if name in _STREAMS:
@@ -176,8 +185,14 @@ class EtcdClient:
             raise Closed from None
         if reply is None:
             raise self._failure(member, self._grpc.StatusCode.UNAVAILABLE, "the stream ended")
-        self.trouble = ""
+        if time.monotonic() - sent > _SLOW:
+            self._leave(member)
         return reply
+
+    def _leave(self, member: int) -> None:
+        """Ask another member from now on."""
+        if self.member == member:
+            self.member = (member + 1) % len(self._channels)
 
     def _metadata(self, member: int) -> tuple[tuple[str, str], ...]:
         """Without a leader, a member is to say so instead of waiting for one."""
@@ -203,9 +218,7 @@ class EtcdClient:
         text = f"etcd at {self.urls[member]}: {' '.join(details.split()) or code.name}"
         if code not in self._passing:
             return JournalError(text)
-        self.trouble = text
-        if self.member == member:
-            self.member = (member + 1) % len(self._channels)
+        self._leave(member)
         return UnavailableError(text)
 
     # Transactions

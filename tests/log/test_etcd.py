@@ -388,14 +388,15 @@ def test_without_a_majority_nothing_happens_until_there_is_one(cluster: Cluster,
     with following(logs.make()) as watching:
         until(lambda: watching.records)
         cluster.kill(0, 1)
-        until(lambda: leader.trouble)
         work = Working(lambda: leader.append(1, LARGE))
-        asked = Working(leader.standbys)
-        assert isinstance(asked.result(), JournalError)
+        until(lambda: leader.trouble)
+        with pytest.raises(JournalError):
+            leader.standbys()
         leader.announce(0)
         assert work.outcome is None
         cluster.start(0)
         assert work.result() == "done"
+        assert leader.trouble == ""
         leader.append(2, b"after")
         assert leader.read_rest(0) == [b"before", LARGE, b"after"]
         until(lambda: len(watching.records) == 3)
@@ -419,6 +420,34 @@ class Held:
 def compact(cluster: Cluster, log: EtcdLog) -> None:
     revision = log._client.txn([], [log._client.get(log._key("epoch"))]).header.revision
     assert cluster.ask(0, "kv/compaction", revision=str(revision), physical=True) is not None
+
+
+def test_without_space_an_append_waits(cluster: Cluster, logs: Logs) -> None:
+    leader = logs.leading()
+    status = cluster.ask(0, "maintenance/status")
+    assert status is not None
+    alarm = {"memberID": status["header"]["member_id"], "alarm": "NOSPACE"}  # type: ignore[index]
+    assert cluster.ask(0, "maintenance/alarm", action="ACTIVATE", **alarm) is not None
+    try:
+        work = Working(lambda: leader.append(0, b"0"))
+        until(lambda: "database space exceeded" in leader.trouble)
+        before = leader.certain_until
+        until(lambda: leader.certain_until > before)
+        assert work.outcome is None
+    finally:
+        assert cluster.ask(0, "maintenance/alarm", action="DEACTIVATE", **alarm) is not None
+    assert work.result() == "done"
+    assert leader.read_rest(0) == [b"0"]
+
+
+def test_a_slow_member_is_not_asked_again(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logs.make()
+    log.read_rest(0)
+    log.read_rest(0)
+    assert log._client.member == 0
+    monkeypatch.setattr("tcpstore_async.log.etcd_client._SLOW", 0.0)
+    log.read_rest(0)
+    assert log._client.member == 1
 
 
 def test_who_follows_goes_on_when_its_past_is_compacted(cluster: Cluster, logs: Logs) -> None:
@@ -536,6 +565,21 @@ def test_another_servers_settings_are_refused(logs: Logs) -> None:
         JournalError, match=rf"^/tcpstore/{logs.name}/ in etcd was written by .* limit=1, and .* limit=2: "
     ):
         logs.make().open({"limit": "2"})
+
+
+def test_a_record_that_is_missing_is_an_error(logs: Logs) -> None:
+    leader = logs.leading()
+    for number in range(4):
+        leader.append(number, LARGE)
+    leader._client.txn(
+        [], [leader._client.delete(leader._record(2)), leader._client.delete(leader._part("part", 1, 1))]
+    )
+    for number in (1, 2):
+        with pytest.raises(JournalError, match=f"record {number} is missing, or not whole"):
+            leader.read_rest(number)
+    with following(logs.make()) as watching:
+        watching.join()
+    assert isinstance(watching.error, JournalError)
 
 
 def test_what_is_no_json_is_an_error(logs: Logs) -> None:
