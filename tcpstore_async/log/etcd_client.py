@@ -35,6 +35,9 @@ _PROGRESS: Final = 0.5
 _SILENCE: Final = 2.0
 """Seconds without a word after which a watch is given up."""
 
+_WATCHED: Final = 10.0
+"""Seconds after which a watch ends in any case: before 3.4.31 and 3.5.13, etcd may lose events of a slow one."""
+
 _SERVICES: Final = {
     "Txn": "KV",
     "LeaseGrant": "Lease",
@@ -210,7 +213,7 @@ class EtcdClient:
         """Return what to raise."""
         if self.closed.is_set():
             return Closed()
-        if self._token and ("invalid auth token" in details or "revision of auth store is old" in details):
+        if self._user and ("invalid auth token" in details or "revision of auth store is old" in details):
             self._token = ""
             return UnavailableError(details)
         if code == self._grpc.StatusCode.NOT_FOUND:
@@ -310,7 +313,7 @@ class EtcdClient:
 
 
 class Watch:
-    """Events from one member, until it fails, or says nothing when asked to."""
+    """Events from one member, for a while, until it fails, or says nothing when asked to."""
 
     def __init__(self, client: EtcdClient, member: int, wanted: list[Any]) -> None:
         """Raises UnavailableError and Closed."""
@@ -331,14 +334,18 @@ class Watch:
         """In a thread of gRPC's."""
         yield from wanted
         api = self._client._api
+        end = time.monotonic() + _WATCHED
         while not self._ended.wait(_PROGRESS):
-            if time.monotonic() - self._heard > _SILENCE:
+            now = time.monotonic()
+            if now > end:
+                self.end()
+            elif now - self._heard > _SILENCE:
                 self._stream.cancel()
                 return
             yield api.WatchRequest(progress_request=api.WatchProgressRequest())
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield responses. Raises UnavailableError and Closed."""
+        """Yield responses, until `end`. Raises UnavailableError and Closed."""
         client = self._client
         try:
             for response in self._stream:
@@ -346,9 +353,8 @@ class Watch:
                 yield response
                 self._heard = time.monotonic()
         except client._grpc.RpcError as error:
-            if self._ended.is_set():
-                raise Closed from None
-            raise client._failure(self._member, error.code(), error.details() or "") from None
+            if not self._ended.is_set():
+                raise client._failure(self._member, error.code(), error.details() or "") from None
 
     def end(self) -> None:
         """From any thread. Idempotent."""
