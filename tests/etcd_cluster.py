@@ -44,9 +44,11 @@ class Cluster:
         return [f"{self.scheme}://127.0.0.1:{port}" for port in self.ports]
 
     def start(self, *members: int) -> None:
-        """Start these, or all that do not run."""
+        """Have these run, or all."""
         for member in members or range(MEMBERS):
-            if member not in self._running:
+            if member in self._running:
+                self.go_on(member)
+            else:
                 self._start(member)
 
     def _start(self, member: int) -> None:
@@ -63,7 +65,11 @@ class Cluster:
         }
         if self.scheme == "https":
             server, ca = certificates().server, certificates().ours.ca
-            options |= {"cert-file": server.cert, "key-file": server.key, "trusted-ca-file": ca}
+            options |= {
+                "cert-file": server.cert,
+                "key-file": server.key,
+                "trusted-ca-file": ca,
+            }  # it wants certificates
         with open(self.folder / f"m{member}.log", "ab") as log:
             self._running[member] = subprocess.Popen(
                 [self.program, *(f"--{name}={value}" for name, value in options.items())],

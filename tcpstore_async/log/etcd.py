@@ -8,8 +8,8 @@
                    snap/NUMBER/PART    the state behind all records before NUMBER
                    standby/ID          a server that follows, in JSON, as long as its lease lasts
 
-Calls block; they are made in threads, at one time by one thread for each of `follow`, `append` and the rest. This module
-must not know what a record says.
+Calls block, and are made in threads: one of them follows, one appends, any may do the rest. This module must not know
+what a record says.
 
 Invariants: a record is appended only while the epoch is its server's own, which etcd compares in the same transaction,
 so no clock matters. A number is written once. Whoever follows gets each record once, in order.
@@ -147,7 +147,7 @@ class EtcdLog:
 
     @property
     def trouble(self) -> str:
-        """Why etcd does not answer; empty if it does."""
+        """Why a call is not answered that is under way, such as `append`; empty if there is none."""
         return self._client.trouble
 
     @property
@@ -176,7 +176,7 @@ class EtcdLog:
             raise JournalError(f"no member of etcd answers at {', '.join(client.urls)}: {error}") from None
         if not reply.succeeded:
             value = reply.responses[0].response_range.kvs[0].value
-        instance = self._decode(value, _Instance)
+        instance: _Instance = self._decode(value, _Instance)
         for name, wanted in settings.items():
             if instance.settings.get(name) != wanted:
                 raise JournalError(
@@ -225,17 +225,27 @@ class EtcdLog:
                 return found
 
     def _whole(self, number: int, value: bytes) -> bytes:
-        """Return a record, of which this is the last part, or all. Raises Trimmed."""
+        """Return a record, of which this is the last part, or all. Raises like `_page`."""
         count, crc = _HEAD.unpack_from(value)
         if not count:
             return value[_HEAD.size :]
         record = b"".join([*self._parts("part", number, count), value[_HEAD.size :]])
         if zlib.crc32(record) != crc:
-            raise Trimmed(f"record {number} is no longer whole")
+            raise self._missing(number)
         return record
 
+    def _missing(self, number: int) -> Exception:
+        """Return what to raise: this record is not there, or not whole."""
+        (found,) = self._ranges([self._client.get(self._key("snapshot"))])
+        if found.kvs and self._decode(found.kvs[0].value, _Whole).number > number:
+            return Trimmed(f"record {number} was removed")
+        return JournalError(f"{self._where} in etcd: record {number} is missing, or not whole")
+
     def _page(self, number: int, stop: threading.Event | None = None) -> tuple[list[bytes], Any, int]:
-        """Return records from this one on, the epoch's key, and etcd's revision if that was all. Raises Trimmed."""
+        """Return records from this one on, the epoch's key, and etcd's revision if that was all.
+
+        Raises Trimmed, and JournalError.
+        """
         client = self._client
         reply = client.txn(
             [],
@@ -252,13 +262,13 @@ class EtcdLog:
         records = []
         for kv in found.kvs:
             if kv.key != self._record(number):
-                raise Trimmed(f"record {number} was removed")
+                raise self._missing(number)
             records.append(self._whole(number, kv.value))
             number += 1
         return records, (epoch.kvs[0] if epoch.kvs else None), (0 if found.more else reply.header.revision)
 
     def read_rest(self, number: int) -> list[bytes]:
-        """Return the records from this one to the end. Raises Trimmed."""
+        """Return the records from this one to the end. Raises Trimmed, and JournalError."""
         rest: list[bytes] = []
         revision = 0
         while not revision:
@@ -545,8 +555,13 @@ class _Follower:
         log = self._log
         for response in watch:
             if "permission denied" in response.cancel_reason:
+<<<<<<< HEAD
                 raise JournalError(f"{log.where} in etcd: {response.cancel_reason}")
             records = []
+=======
+                raise JournalError(f"{log._where} in etcd: {response.cancel_reason}")
+            records: list[bytes] = []
+>>>>>>> etcd-log
             for event in response.events:
                 if event.kv.key == log._key("epoch"):
                     self._tell_epoch(event.kv if event.type == 0 else None)

@@ -1,4 +1,4 @@
-"""Calls etcd, of whose members one is enough: each call goes to one of them, and on to the next if that does not answer.
+"""Calls etcd: each call goes to one member, and on to the next if that does not answer.
 
 Knows gRPC, which is an extra of the package and imported by the first client only. Must not know what the keys mean.
 
@@ -19,9 +19,12 @@ from ..base.errors import DistNetworkError
 from .encoding import JournalError
 
 ATTEMPT: Final = 0.8
-"""Seconds for which one member is waited for. It is doubled whenever all members have been tried, as etcd may be slow."""
+"""Seconds for which one member is waited for; doubled whenever all have been tried, as etcd may be slow."""
 
 _LONGEST: Final = 10.0
+
+_SLOW: Final = 0.25
+"""Seconds after which another member is asked next: one whose disk is slow delays what it has no part in."""
 
 PAUSE: Final = 0.05
 """Seconds between two attempts."""
@@ -31,6 +34,9 @@ _PROGRESS: Final = 0.5
 
 _SILENCE: Final = 2.0
 """Seconds without a word after which a watch is given up."""
+
+_WATCHED: Final = 10.0
+"""Seconds after which a watch ends in any case: before 3.4.31 and 3.5.13, etcd may lose events of a slow one."""
 
 _SERVICES: Final = {
     "Txn": "KV",
@@ -96,10 +102,10 @@ class EtcdClient:
             for channel in self._channels
         ]
         self.member = 0
-        """The last one that has answered, by its place among the URLs."""
+        """The one to ask, by its place among the URLs: the last one that has answered."""
         self.closed = threading.Event()
         self.trouble: str = ""
-        """Why etcd does not answer; empty if it does."""
+        """Why a call is not answered that is under way; empty if there is none."""
 
     def _channel(self, url: str, tls: TlsFiles | None) -> Any:
         if "://" not in url:
@@ -125,7 +131,7 @@ class EtcdClient:
             load_certificates(ssl.create_default_context(), tls)  # it says what is wrong, which gRPC does not
         except DistNetworkError as error:
             raise JournalError(str(error)) from None
-        contents = []
+        contents: list[bytes | None] = []
         for path in (tls.ca or ssl.get_default_verify_paths().cafile, tls.key, tls.cert):
             if path:
                 with open(path, "rb") as file:
@@ -148,20 +154,26 @@ class EtcdClient:
         """Return a member's answer. Raises Closed, also at `stop`; UnavailableError after `limit` seconds."""
         end = time.monotonic() + limit
         failed = 0
-        while True:
-            timeout = min(ATTEMPT * 2 ** min(failed // len(self._channels), 8), _LONGEST)
-            try:
-                return self.attempt(self.member, name, request, timeout)
-            except UnavailableError:
-                failed += 1
-                if time.monotonic() > end:
-                    raise
-            (stop or self.closed).wait(PAUSE)
-            if stop is not None and stop.is_set():
-                raise Closed
+        try:
+            while True:
+                timeout = min(ATTEMPT * 2 ** min(failed // len(self._channels), 8), _LONGEST)
+                try:
+                    return self.attempt(self.member, name, request, timeout)
+                except UnavailableError as error:
+                    self.trouble = str(error)
+                    failed += 1
+                    if time.monotonic() > end:
+                        raise
+                (stop or self.closed).wait(PAUSE)
+                if stop is not None and stop.is_set():
+                    raise Closed
+        finally:
+            if failed:
+                self.trouble = ""
 
     def attempt(self, member: int, name: str, request: Any, timeout: float) -> Any:
         """Return the answer of this member. Raises UnavailableError, after which another one is `member`."""
+        sent = time.monotonic()
         try:
             method, metadata = self._methods[member][name], self._metadata(member)
             if name in _STREAMS:
@@ -176,8 +188,14 @@ class EtcdClient:
             raise Closed from None
         if reply is None:
             raise self._failure(member, self._grpc.StatusCode.UNAVAILABLE, "the stream ended")
-        self.trouble = ""
+        if time.monotonic() - sent > _SLOW:
+            self._leave(member)
         return reply
+
+    def _leave(self, member: int) -> None:
+        """Ask another member from now on."""
+        if self.member == member:
+            self.member = (member + 1) % len(self._channels)
 
     def _metadata(self, member: int) -> tuple[tuple[str, str], ...]:
         """Without a leader, a member is to say so instead of waiting for one."""
@@ -195,7 +213,7 @@ class EtcdClient:
         """Return what to raise."""
         if self.closed.is_set():
             return Closed()
-        if self._token and ("invalid auth token" in details or "revision of auth store is old" in details):
+        if self._user and ("invalid auth token" in details or "revision of auth store is old" in details):
             self._token = ""
             return UnavailableError(details)
         if code == self._grpc.StatusCode.NOT_FOUND:
@@ -203,9 +221,7 @@ class EtcdClient:
         text = f"etcd at {self.urls[member]}: {' '.join(details.split()) or code.name}"
         if code not in self._passing:
             return JournalError(text)
-        self.trouble = text
-        if self.member == member:
-            self.member = (member + 1) % len(self._channels)
+        self._leave(member)
         return UnavailableError(text)
 
     # Transactions
@@ -297,7 +313,7 @@ class EtcdClient:
 
 
 class Watch:
-    """Events from one member, until it fails, or says nothing when asked to."""
+    """Events from one member, for a while, until it fails, or says nothing when asked to."""
 
     def __init__(self, client: EtcdClient, member: int, wanted: list[Any]) -> None:
         """Raises UnavailableError and Closed."""
@@ -318,14 +334,18 @@ class Watch:
         """In a thread of gRPC's."""
         yield from wanted
         api = self._client._api
+        end = time.monotonic() + _WATCHED
         while not self._ended.wait(_PROGRESS):
-            if time.monotonic() - self._heard > _SILENCE:
+            now = time.monotonic()
+            if now > end:
+                self.end()
+            elif now - self._heard > _SILENCE:
                 self._stream.cancel()
                 return
             yield api.WatchRequest(progress_request=api.WatchProgressRequest())
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield responses. Raises UnavailableError and Closed."""
+        """Yield responses, until `end`. Raises UnavailableError and Closed."""
         client = self._client
         try:
             for response in self._stream:
@@ -333,9 +353,8 @@ class Watch:
                 yield response
                 self._heard = time.monotonic()
         except client._grpc.RpcError as error:
-            if self._ended.is_set():
-                raise Closed from None
-            raise client._failure(self._member, error.code(), error.details() or "") from None
+            if not self._ended.is_set():
+                raise client._failure(self._member, error.code(), error.details() or "") from None
 
     def end(self) -> None:
         """From any thread. Idempotent."""

@@ -23,6 +23,7 @@ from support import LIMIT, run_python, until
 from tcpstore_async.auth.secret_files import TlsFiles
 from tcpstore_async.log.encoding import JournalError
 from tcpstore_async.log.etcd import Closed, Deposed, EtcdLog, Holder, Standby, Trimmed
+from tcpstore_async.log.etcd_client import UnavailableError
 from tcpstore_async.log.records import Snapshot
 from tls.certificates import certificates
 
@@ -182,7 +183,7 @@ def test_an_epoch_whose_answer_is_lost_is_had(cluster: Cluster, logs: Logs) -> N
             proxy.dropping = True
             return lease
 
-        log._client.grant = granted  # type: ignore[method-assign]
+        log._client.grant = granted  # type: ignore[method-assign, assignment]
         assert log.take_epoch()
         assert proxy.dropped
         log.append(0, b"ours")
@@ -367,19 +368,23 @@ def test_it_goes_on_when_the_leading_member_is_killed(cluster: Cluster, logs: Lo
 
 
 def test_a_member_that_is_stopped_holds_nothing_up(cluster: Cluster, logs: Logs) -> None:
+    """Before 3.4.31 and 3.5.13 one that leads ends leases when it goes on, though others have kept them alive."""
     leader = logs.leading()
     with following(logs.make()) as watching:
         number = 0
         for member in range(MEMBERS):
             cluster.stop(member)
-            for _ in range(20):
-                leader.append(number, b"%d" % number)
-                number += 1
+            while number < 20 * (member + 1):
+                try:
+                    leader.append(number, b"%d" % number)
+                    number += 1
+                except Deposed:
+                    until(leader.take_epoch)
+                    number = len(leader.read_rest(0))
             until(lambda: len(watching.records) == number)  # noqa: B023
             cluster.go_on(member)
             cluster.wait()
-    assert watching.records == [b"%d" % one for one in range(number)]
-    assert not leader.lost()
+    assert watching.records == leader.read_rest(0) == [b"%d" % one for one in range(number)]
 
 
 def test_without_a_majority_nothing_happens_until_there_is_one(cluster: Cluster, logs: Logs) -> None:
@@ -388,14 +393,15 @@ def test_without_a_majority_nothing_happens_until_there_is_one(cluster: Cluster,
     with following(logs.make()) as watching:
         until(lambda: watching.records)
         cluster.kill(0, 1)
-        until(lambda: leader.trouble)
         work = Working(lambda: leader.append(1, LARGE))
-        asked = Working(leader.standbys)
-        assert isinstance(asked.result(), JournalError)
+        until(lambda: leader.trouble)
+        with pytest.raises(JournalError):
+            leader.standbys()
         leader.announce(0)
         assert work.outcome is None
         cluster.start(0)
         assert work.result() == "done"
+        assert leader.trouble == ""
         leader.append(2, b"after")
         assert leader.read_rest(0) == [b"before", LARGE, b"after"]
         until(lambda: len(watching.records) == 3)
@@ -419,6 +425,53 @@ class Held:
 def compact(cluster: Cluster, log: EtcdLog) -> None:
     revision = log._client.txn([], [log._client.get(log._key("epoch"))]).header.revision
     assert cluster.ask(0, "kv/compaction", revision=str(revision), physical=True) is not None
+
+
+def test_without_space_an_append_waits(cluster: Cluster, logs: Logs) -> None:
+    leader = logs.leading()
+    status = cluster.ask(0, "maintenance/status")
+    assert status is not None
+    alarm = {"memberID": status["header"]["member_id"], "alarm": "NOSPACE"}  # type: ignore[index]
+    assert cluster.ask(0, "maintenance/alarm", action="ACTIVATE", **alarm) is not None
+    try:
+        work = Working(lambda: leader.append(0, b"0"))
+        until(lambda: "database space exceeded" in leader.trouble)
+        before = leader.certain_until
+        until(lambda: leader.certain_until > before)
+        assert work.outcome is None
+    finally:
+        assert cluster.ask(0, "maintenance/alarm", action="DEACTIVATE", **alarm) is not None
+    assert work.result() == "done"
+    assert leader.read_rest(0) == [b"0"]
+
+
+def test_a_slow_member_is_not_asked_again(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logs.make()
+    log.read_rest(0)
+    log.read_rest(0)
+    assert log._client.member == 0
+    monkeypatch.setattr("tcpstore_async.log.etcd_client._SLOW", 0.0)
+    log.read_rest(0)
+    assert log._client.member == 1
+
+
+@pytest.mark.parametrize("limit", ["_WATCHED", "_SILENCE"])
+def test_a_watch_is_begun_anew_now_and_then(limit: str, logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, or when nothing is heard."""
+    leader, log = logs.leading(), logs.make()
+    monkeypatch.setattr(f"tcpstore_async.log.etcd_client.{limit}", -1.0)
+    watches: set[object] = set()
+    with following(log) as watching:
+
+        def begun() -> int:
+            watches.add(log._watch)
+            return len(watches - {None})
+
+        until(lambda: begun() > 2)
+        leader.append(0, b"0")
+        until(lambda: watching.records)
+    assert watching.records == [b"0"]
+    assert watching.epochs == [leader.holder]
 
 
 def test_who_follows_goes_on_when_its_past_is_compacted(cluster: Cluster, logs: Logs) -> None:
@@ -538,6 +591,21 @@ def test_another_servers_settings_are_refused(logs: Logs) -> None:
         logs.make().open({"limit": "2"})
 
 
+def test_a_record_that_is_missing_is_an_error(logs: Logs) -> None:
+    leader = logs.leading()
+    for number in range(4):
+        leader.append(number, LARGE)
+    leader._client.txn(
+        [], [leader._client.delete(leader._record(2)), leader._client.delete(leader._part("part", 1, 1))]
+    )
+    for number in (1, 2):
+        with pytest.raises(JournalError, match=f"record {number} is missing, or not whole"):
+            leader.read_rest(number)
+    with following(logs.make()) as watching:
+        watching.join()
+    assert isinstance(watching.error, JournalError)
+
+
 def test_what_is_no_json_is_an_error(logs: Logs) -> None:
     log = logs.make()
     log._client.txn([], [log._client.put(log._key("instance"), b"{}")])
@@ -627,11 +695,13 @@ def test_an_append_ends_when_the_log_is_closed(cluster: Cluster, logs: Logs) -> 
 
 # TLS and users
 
+OURS = TlsFiles(certificates().ours.ca, *certificates().client)
+
 
 @pytest.fixture(scope="module", params=PROGRAMS, ids=etcd_cluster.version_of)
 def secure(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with etcd_cluster.cluster(request.param, secure=True) as made:
-        log = EtcdLog(made.urls, "wait", Holder("", "", 1, ""), tls=certificates().trusting)
+        log = EtcdLog(made.urls, "wait", Holder("", "", 1, ""), tls=OURS)
         log.open({}, LIMIT)
         log.close()
         yield made
@@ -639,14 +709,14 @@ def secure(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 def test_tls(secure: Cluster) -> None:
     with ExitStack() as stack:
-        leader = Logs(secure.urls, stack).make(tls=certificates().trusting)
+        leader = Logs(secure.urls, stack).make(tls=OURS)
         leader.open({})
         assert leader.take_epoch()
         leader.append(0, LARGE)
         assert leader.read_rest(0) == [LARGE]
         addresses = [url.partition("//")[2] for url in secure.urls]
-        assert Logs(addresses, stack).make(tls=certificates().trusting).open({}) != ""
-        for tls in (TlsFiles(certificates().others.ca), TlsFiles()):
+        assert Logs(addresses, stack).make(tls=OURS).open({}) != ""
+        for tls in (certificates().trusting, OURS._replace(ca=certificates().others.ca), OURS._replace(ca="")):
             with pytest.raises(JournalError, match="no member of etcd answers"):
                 Logs(secure.urls, stack).make(tls=tls).open({}, 0.1)
         with pytest.raises(JournalError, match="no member of etcd answers"):
@@ -709,6 +779,15 @@ def test_a_user_and_its_permission(guarded: Cluster) -> None:
         logs.name = "another"
         with pytest.raises(JournalError, match="permission denied"):
             logs.make(user="store:secret:1").open({})
+
+
+def test_two_calls_may_find_that_the_token_is_old(logs: Logs) -> None:
+    client = logs.make(user="store:secret")._client
+    client._token = "old.1"
+    for _ in range(2):
+        failure = client._failure(0, client._grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
+        assert isinstance(failure, UnavailableError)
+        assert client._token == ""
 
 
 def test_a_user_where_none_is_wanted(logs: Logs) -> None:
