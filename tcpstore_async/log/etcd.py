@@ -239,7 +239,7 @@ class EtcdLog:
         (found,) = self._ranges([self._client.get(self._key("snapshot"))])
         if found.kvs and self._decode(found.kvs[0].value, _Whole).number > number:
             return Trimmed(f"record {number} was removed")
-        return JournalError(f"{self._where} in etcd: record {number} is missing, or not whole")
+        return JournalError(f"{self.where} in etcd: record {number} is missing, or not whole")
 
     def _page(self, number: int, stop: threading.Event | None = None) -> tuple[list[bytes], Any, int]:
         """Return records from this one on, the epoch's key, and etcd's revision if that was all.
@@ -555,13 +555,8 @@ class _Follower:
         log = self._log
         for response in watch:
             if "permission denied" in response.cancel_reason:
-<<<<<<< HEAD
                 raise JournalError(f"{log.where} in etcd: {response.cancel_reason}")
-            records = []
-=======
-                raise JournalError(f"{log._where} in etcd: {response.cancel_reason}")
             records: list[bytes] = []
->>>>>>> etcd-log
             for event in response.events:
                 if event.kv.key == log._key("epoch"):
                     self._tell_epoch(event.kv if event.type == 0 else None)

@@ -54,4 +54,4 @@ class Due:
             seconds = self._run()
             if seconds is not None and not self._scheduled:
                 self._scheduled = True
-                self._timer = self._loop.call_later(max(seconds, _LEAST_SECONDS), self._call)
+                self._timer = self._loop.call_later(max(seconds, _LEAST_SECONDS), self._call_soon, self._call)

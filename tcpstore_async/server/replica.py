@@ -114,7 +114,8 @@ class Replica:
             replication.on_committed = server.committed
             server.facts = partial(self._facts, replication)
             replication.go_on(replication.chain.number == 0)
-            server.go_on()
+            server.turn.end()  # a record has events of one time
+            server.call_soon(server.go_on)
             self.server = server
             server.start()
             async with self._looking(server):
@@ -204,7 +205,7 @@ class Replica:
                     log.info("the stores have ended for good: beginning with empty ones")
                     await asyncio.to_thread(self.etcd.resign)
             except Trimmed:
-                pass
+                await asyncio.to_thread(self.etcd.resign)
             except OtherReplay as error:
                 if str(error) != said:
                     said = str(error)

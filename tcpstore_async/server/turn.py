@@ -19,12 +19,15 @@ class LoopTurn:
         """Set to that of the server's stores once there is a server."""
         self.offset: float = 0.0
         """Added to the machine's clock, in seconds."""
+        self.stands = False
+        """Whether the time stands still, while a record is written."""
         self.end: Callable[[], object] = _nothing
         """Called at the end: writes what is to be sent."""
 
     def begin(self) -> None:
         """Set the time."""
-        self.clock.now = time.monotonic() + self.offset
+        if not self.stands:
+            self.clock.now = time.monotonic() + self.offset
 
     def __enter__(self) -> None:
         self.begin()

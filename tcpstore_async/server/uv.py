@@ -79,6 +79,8 @@ class Connection(Transport):
         """Whether the peer sends no more: read to the end, as no further event will be reported."""
         self.queued = False
         """Whether reading is deferred to a later turn, or until the disk has space: nothing else may read meanwhile."""
+        self.cut = False
+        """Whether it was closed for its peer, and not by it: it has broken."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
 
@@ -248,7 +250,7 @@ class Connection(Transport):
 
     def lost(self, error: OSError) -> None:
         """Close after an error."""
-        self._close(error.errno != errno.EPIPE)  # EPIPE only follows the peer's own close
+        self._close(self.cut or error.errno != errno.EPIPE)  # EPIPE only follows the peer's own close
 
     def close(self) -> None:
         self._close(False)
@@ -285,6 +287,9 @@ class Connection(Transport):
 
     def _end(self) -> None:
         """Read no more; close once the unsent bytes are sent."""
+        if self.cut:
+            self._close(True)
+            return
         if self._behind():
             self.ended = True
             self._pause()
@@ -573,12 +578,14 @@ class UvServer(base.Server):
             self._postponed[fd] = self._postponed.get(fd, 0) | events
 
     def committed(self) -> None:
-        """Send what had to be durable first, and go on with what was postponed. Outside of a turn."""
+        """Send what had to be durable first, and soon go on with what was postponed. Outside of a turn."""
         self.committing = False
-        with self.turn:
-            pass
-        if self.committing:  # something has happened that was not postponed
-            return
+        self._write_held()
+        if not self.committing:  # else something has happened that was not postponed
+            self.turn.stands = False
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
         calls, self._postponed_calls = self._postponed_calls, []
         for callback in calls:
             self.call_soon(callback)
@@ -595,6 +602,7 @@ class UvServer(base.Server):
         self.cut_off = True
         for connection in self.open_connections():
             if isinstance(connection, Connection) and connection.fd >= 0:
+                connection.cut = True
                 with socket.socket(fileno=os.dup(connection.fd)) as peer, suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
 
@@ -745,7 +753,7 @@ class UvServer(base.Server):
             self.lost(error)
             return False
         if not durable:
-            self.committing = True
+            self.committing = self.turn.stands = True  # the next record has events of one time, too
             self.held_bytes = _HELD_BYTES + 1  # so that nothing else is read
         return durable
 
