@@ -461,7 +461,11 @@ def kills(
         server.ready()
         url = f"{'tcps' if secure else 'tcp'}://127.0.0.1:{server.port}"
         relayed, _ = stack.enter_context(relay(folder, url, env))
-        found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
+        try:
+            found = asyncio.run(run(server, url, [server.port, relayed], count, seed, elsewhere or []))
+        except BaseException:
+            print((folder / "server.log").read_text()[-3000:], file=sys.stderr)
+            raise
         found |= {"seed": seed, "sync": sync, "secure": secure, "how": how}
         if found["wrong"]:
             found["log"] = (folder / "server.log").read_text()[-3000:]
