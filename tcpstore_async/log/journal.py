@@ -313,8 +313,9 @@ class Journal:
     # The end
 
     def seal(self, now: float, state: bytes) -> None:
-        """Keep the present state instead of all records. Raises OSError."""
+        """Keep the present state instead of all records; those that follow begin a segment. Raises OSError."""
         write_snapshot(self.folder, Snapshot(self._count, self.chain.number, self.chain.crc, now, state))
+        self._close_segment()
         self.trim()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ the records have another effect than before, no client continues on a state that
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ..base.errors import counted
@@ -21,12 +22,15 @@ from ..log.events import Engine, EventRecorder
 from ..log.journal import Journal
 from ..log.records import Record, Snapshot
 from ..log.replay import Replayer
-from ..log.snapshot import dump, restore
+from ..log.snapshot import NotNowError, dump, restore
 from ..session.store import WRITES
 from ..session.transport import Keeper, Transport
 from .turn import LoopTurn
 
 log = logging.getLogger("tcpstore_async.server")
+
+_LONG_START: Final = 1.0
+"""Seconds of executing again after which the next start is to have less to do."""
 
 _UNKNOWN: Final = "unknown"
 """The instance of a server to which no link belongs."""
@@ -189,12 +193,16 @@ class JournalPersistence(Persistence):
             what = f"{counted(journal.cut, 'byte')} of a record that was not whole in {self.where}"
             log.warning("cut %s: nobody was answered for it", what)
         fresh = not self.records and snapshot is None
+        seconds = time.monotonic() - began
         if not fresh:
-            seconds = time.monotonic() - began
             what = f"executed {counted(self.records, 'record')} of {self.where} again"
             log.info("%s%s in %.1f s", "" if snapshot is None else "read a snapshot and ", what, seconds)
         self.go_on(fresh)
         self.commit(True)
+        if seconds > _LONG_START and not self.differs:
+            # A server that dies again and again would never have its snapshots made, and would take longer each time.
+            with suppress(NotNowError, OSError):
+                self.seal()
 
     def commit(self, leaves: bool) -> bool:
         events = self._encoder.take()

@@ -147,9 +147,8 @@ def make_snapshot(folder: Path) -> str:
 
 def give_way() -> None:
     """Let others have the processor, and the memory, first. For a process of its own."""
-    if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(_NICE)
+    if sys.platform == "linux":  # to a server with a real-time policy, niceness means nothing
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.nice(_NICE)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)

@@ -16,7 +16,7 @@ from support import LIMIT, free_port, listening, tcpstore, tcpstore_relay
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.log.encoding import JournalError
 from tcpstore_async.log.journal import Journal, segments_of, snapshots_of
-from tcpstore_async.server import snapshots
+from tcpstore_async.server import persistence, snapshots
 from tcpstore_async.server.owned_process import OwnedProcess
 from tcpstore_async.server.snapshots import make_snapshot
 from tcpstore_async.serving import serve
@@ -60,6 +60,26 @@ async def test_a_restart_behind_a_snapshot(kind: str, tmp_path: Path) -> None:
         await awaited
         for one in (store, other):
             await closed(one)
+
+
+async def test_a_start_that_took_long_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server that dies before its snapshots are made would take longer each time."""
+    folder = tmp_path / "journal"
+    monkeypatch.setattr(persistence, "_LONG_START", 0.0)
+    with Restarting(folder) as restarting:
+        store = await connected("async", restarting.port)
+        assert await store.add("count", 3) == 3
+        restarting.kill()
+        async with serve("127.0.0.1", restarting.port, persist=folder) as server:
+            assert server.persistence is not None
+            assert server.persistence.records > 0
+            assert len(snapshots_of(folder)) == 1
+            assert await store.add("count", 1) == 4
+            assert len(segments_of(folder)) == 1
+            server.stop(for_good=False)
+        restarting.start()
+        assert await store.add("count", 1) == 5
+        await store.close()
 
 
 async def test_a_process_that_fails_costs_only_disk(
