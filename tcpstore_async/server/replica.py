@@ -29,6 +29,9 @@ _RETRY_SECONDS: Final = 0.5
 _KNOWN_SECONDS: Final = 1.0
 """Time between two announcements of a server that stands by."""
 
+_SOON_SECONDS: Final = 1.0
+"""Time for which clients wait for a server that may take the epoch."""
+
 _LOOK_SECONDS: Final = 0.1
 """Time between two looks whether the lease is held."""
 
@@ -169,11 +172,10 @@ class Replica:
         front.links.elsewhere = ""
         front.store.hub.why_held = f"this server stands by: {_NOBODY}"
         front.facts = lambda: {"role": STANDBY, "serves": front.links.elsewhere}
-        front.start()
         try:
             async with self._looking(front):
                 following = asyncio.ensure_future(self._follow())
-                announcing = asyncio.ensure_future(self._announce_when_known(front))
+                announcing = asyncio.ensure_future(self._answer(front))
                 try:
                     return await following
                 finally:
@@ -182,10 +184,13 @@ class Replica:
         finally:
             front.stop()
 
-    async def _announce_when_known(self, front: UvServer) -> None:
+    async def _answer(self, front: UvServer) -> None:
+        """Tell clients who serves, unless this server is just about to: then they can wait."""
         await self._told.wait()
-        if self._holder is not None:
-            await self._announce(front, STANDBY)
+        if self._holder is None:
+            await asyncio.sleep(_SOON_SECONDS)
+        front.start()
+        await self._announce(front, STANDBY)
 
     async def _follow(self) -> tuple[UvServer, Replication]:
         """Follow the log until the epoch is ours, and everything is read."""
