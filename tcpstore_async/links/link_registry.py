@@ -42,7 +42,6 @@ class LinkRegistry(LinkWork):
         """`offered` says whether peers may open links."""
         super().__init__(store, grace, keep_alive, portion)
         self.instance = instance
-        self.elsewhere: str | None = None
         self.durable = False
         """Whether links survive the server."""
         self.links: dict[bytes, ServerLink] = {}

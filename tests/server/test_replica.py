@@ -165,7 +165,7 @@ def _without_ticks(memory: Memory) -> list[bytes]:
     return [record for record in memory.records.values() if b"tick" not in record]
 
 
-async def _turns(count: int = 20) -> None:
+async def _pass_the_loop(count: int = 20) -> None:
     """Let the loop do what it has to do."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -182,7 +182,7 @@ async def test_nothing_leaves_before_its_record_is_appended() -> None:
         late = one.peer()
         await late.send(HANDSHAKE + add(b"n", 1))
         await other.send(get(b"n"))  # it may not see what is not durable
-        await _turns()
+        await _pass_the_loop()
         assert peer.hears_nothing()
         assert other.hears_nothing()
         assert late.hears_nothing()
@@ -203,7 +203,7 @@ async def test_waits_that_end_meanwhile() -> None:
         await peer.send(set_(b"key", b"value"))
         await gate.reach()
         third.socket.close()
-        await _turns()
+        await _pass_the_loop()
         assert waiter.hears_nothing()
         gate.open()
         assert await waiter.receive(1) == b"\0"
