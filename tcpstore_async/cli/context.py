@@ -18,7 +18,7 @@ import click
 from ..auth.secret_files import TlsFiles
 from ..base.addresses import unbracketed
 from ..base.errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
-from ..client.server_url import FORM, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
+from ..client.server_url import FORM, Address, HttpUrl, ServerUrl, bracket_hint, parse_http_url, parse_server_url
 from ..client.tls_settings import CA, CERT, KEY, wants_tls
 from ..client.url_variables import COMMANDS_URL, advice_for_commands
 from .options import ConnectionOption, Decorator, add_options
@@ -61,7 +61,10 @@ class ClientContext:
     ) -> None:
         self.host, self.port = url.host, url.port
         self.http = url if isinstance(url, HttpUrl) else None
+        self.servers: list[Address] = []
+        """The addresses of the servers; none if the address is that of the HTTP process."""
         if isinstance(url, ServerUrl):
+            self.servers = url.all()
             self.tls = wants_tls(url.tls or None)
             self.address = str(url._replace(tls=self.tls))
         self.tls_files = tls_files
@@ -133,6 +136,7 @@ class ClientContext:
         """Return a new store. Raises DistNetworkError, AccessDeniedError."""
         from ..client.aio import AsyncTCPStore
         from ..client.credentials import read_token
+        from ..client.servers import Servers
         from ..client.store_name import StoreName
 
         token = None if self.token_file is None else read_token(self.token_file).decode()
@@ -142,7 +146,7 @@ class ClientContext:
             name.waits = self.waits
         try:
             return await AsyncTCPStore._connect(
-                self.host, self.port, self.timeout, token, self.tls, self.tls_files, name, not self.waits
+                Servers(*self.servers), self.timeout, token, self.tls, self.tls_files, name, not self.waits
             )
         except ConnectionRefusedError:
             raise DistNetworkError(
@@ -161,7 +165,7 @@ class ClientContext:
         from ..serving import run_loop
 
         token = find_token() if self.token_file is None else read_token(self.token_file)
-        if not token and not self.tls and self.store is None:
+        if not token and not self.tls and self.store is None and len(self.servers) == 1:
             yield self.host, self.port
             return
 
@@ -247,9 +251,9 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
 def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
     """Return the address given as HOST:PORT, tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter.
 
-    Only a URL may leave out the port.
+    Several are separated by commas. Only a URL may leave out the port.
     """
-    bare = "://" not in text
+    bare = "://" not in text.partition(",")[0]
     url = f"tcp://{text}" if bare else text
     try:
         return parse_server_url(url, 0 if bare else DEFAULT_PORT)

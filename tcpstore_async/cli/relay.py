@@ -28,22 +28,13 @@ if TYPE_CHECKING:
     from ..relay.core import Relay
 
 
-def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[ServerUrl]:
-    urls = [parse_url(ctx, param, url.strip()) for url in text.split(",")]
-    if len({url.tls for url in urls}) > 1:
-        raise click.BadParameter(
-            "either all of the servers must use TLS (tcps://) or none of them (tcp://)", ctx, param
-        )
-    return urls
-
-
 @click.command("relay")
 @click.option(
     "--upstream",
     required=True,
     metavar="URL[,URL...]",
-    callback=_parse_urls,
-    help="Address of the server, tcps://HOST:PORT for TLS; if several are given, the first reachable one is used.",
+    callback=parse_url,
+    help="Address of the server, tcps://HOST:PORT for TLS; if several are given, the one that serves is used.",
 )
 @tls_client_options
 @listen_options
@@ -65,7 +56,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 )
 @owner_fd_option
 def relay_command(
-    upstream: list[ServerUrl],
+    upstream: ServerUrl,
     host: str,
     port: int,
     listen_fd: int | None,
@@ -102,20 +93,19 @@ def relay_command(
     from ..relay.running import run  # not at the top: other commands must start fast
 
     log_without_blocking(log_format, log_level)
-    tls = wants_tls(upstream[0].tls or None)
+    tls = wants_tls(upstream.tls or None)
     files = TlsFiles(tls_ca, tls_cert, tls_key) if tls else None
-    servers = [(url.host, url.port) for url in upstream]
 
     def announce(relay: "Relay") -> None:
-        urls = ",".join([str(url._replace(tls=tls)) for url in upstream])
-        announce_ready(port_file, relay.host, relay.port, "relay", upstream=urls, build=build())
+        url = str(upstream._replace(tls=tls))
+        announce_ready(port_file, relay.host, relay.port, "relay", upstream=url, build=build())
 
     try:
         token = find_token if token_file is None else partial(read_token, token_file)
         token()  # report a missing file at once; it is read again for every connection
         run_loop(
             run(
-                servers,
+                upstream.all(),
                 host,
                 port,
                 listen_fd,

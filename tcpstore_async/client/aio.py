@@ -34,6 +34,7 @@ from .connect import connect, lost_error
 from .credentials import find_token
 from .requests import ANOTHER, Request
 from .resume import resume
+from .servers import Servers
 from .store_name import StoreEndedError, StoreName, find_server
 from .tls import checked, serve
 from .tls_settings import files_from_environment, wants_tls
@@ -80,6 +81,7 @@ class AsyncTCPStore:
         """The named store on that server, if it is one."""
         self.host = to_host("host", host)
         self.port = to_port("port", port)
+        self._servers = Servers((self.host, self.port))
         self._token = find_token(token)
         self.identity: Identity | None = None
         """The server's identity, once requested, if the server is one of ours."""
@@ -127,11 +129,12 @@ class AsyncTCPStore:
         """
         url = find_server(server)
         name = None
+        servers = Servers((to_host("host", host), to_port("port", port)))
         if url is not None:
-            name = StoreName.at(to_host("host", host), to_port("port", port))
-            host, port = url.host, url.port
+            name = StoreName.at(*servers.first)
+            servers = Servers(*url.all())
         try:
-            return await cls._connect(host, port, timeout, token, wants_tls(tls, url), tls_files, name)
+            return await cls._connect(servers, timeout, token, wants_tls(tls, url), tls_files, name)
         except DistNetworkError as error:
             if type(error) is DistNetworkError and server is None and (advice := advice_for_stores()):
                 raise DistNetworkError(f"{error} {advice}") from None
@@ -140,8 +143,7 @@ class AsyncTCPStore:
     @classmethod
     async def _connect(
         cls,
-        host: str,
-        port: int,
+        servers: Servers,
         timeout: Timeout,
         token: str | None,
         tls: bool,
@@ -149,9 +151,10 @@ class AsyncTCPStore:
         name: StoreName | None,
         refused_is_final: bool = False,
     ) -> "AsyncTCPStore":
-        """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if nothing listens there."""
+        """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if all servers refuse."""
         files = checked(tls_files or files_from_environment()) if tls else None
-        store = cls(host, port, timeout, token=token, tls=files, name=name)
+        store = cls(*servers.first, timeout, token=token, tls=files, name=name)
+        store._servers = servers
         await store._open_connection(refused_is_final)
         return store
 
@@ -207,7 +210,7 @@ class AsyncTCPStore:
             raise copy(self._lost)
         name = None if self._name is None else self._name.of_a_guest()
         clone = await self._connect(
-            self.host, self.port, self.timeout, self._token.decode(), self._tls is not None, self._tls, name
+            self._servers, self.timeout, self._token.decode(), self._tls is not None, self._tls, name
         )
         if self.identity is not None and await clone.server() != self.identity:
             await clone.close()
@@ -470,7 +473,7 @@ class AsyncTCPStore:
 
     async def _probe_once(self, batch: list[Request]) -> bool:
         peer, session = await connect(
-            self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
+            self._servers, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
         )
         connection = AsyncConnection(session, lambda *_: None, lambda _: None)
         await serve(peer, connection)
@@ -717,16 +720,16 @@ class AsyncTCPStore:
 
     async def _open_connection(self, refused_is_final: bool = False) -> None:
         peer, session = await connect(
-            self.host, self.port, Deadline(self._timeout), refused_is_final, self._token, self._tls, self._name
+            self._servers, Deadline(self._timeout), refused_is_final, self._token, self._tls, self._name
         )
         explained = None
         if self._name is not None or self._token:
-            explained = functools.partial(lost_error, self.host, self.port, self._token, self._tls, self._name)
+            explained = functools.partial(lost_error, self._servers, self._token, self._tls, self._name)
         connection = AsyncConnection(
             session,
             weakly(self._connection_lost),
             weakly(self._connection_freed),
-            functools.partial(resume, self.host, self.port, self._token, self._tls),
+            functools.partial(resume, self._servers, self._token, self._tls),
             explained,
         )
         await serve(peer, connection)

@@ -16,6 +16,7 @@ from . import requests
 from .client_info import introduction
 from .connect import NO_SIGPIPE, Attempt, check_hello, connect_blocking, open_blocking
 from .requests import Request
+from .servers import Servers
 
 _REPLY: Final = 4096
 
@@ -34,7 +35,7 @@ class BriefJoin:
         self._greeting: PendingCall | None = None
         """The handshake, until it is answered; None with a token, as only our servers accept one."""
         if token:
-            self._peer, self._session = connect_blocking(host, port, deadline, token=token)
+            self._peer, self._session = connect_blocking(Servers((host, port)), deadline, token=token)
             return
         self._peer = open_blocking(host, port, deadline)
         try:

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 from aiohappyeyeballs import start_connection
 
 from ..auth.secret_files import TlsFiles
-from ..base.addresses import is_loopback
+from ..base.addresses import format_address, is_loopback
 from ..base.deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..base.errors import (
     AccessDeniedError,
@@ -39,6 +39,8 @@ from ..session.client import ClientSession, PendingCall
 from ..session.tls import is_mismatch
 from . import exchanges, requests
 from .admission import admission
+from .server_url import Address
+from .servers import Servers
 from .store_name import StoreEndedError, StoreName, is_local
 from .tls import TlsFailed, TlsSocket, encrypted, tls_required
 
@@ -65,11 +67,22 @@ _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCN
 then. Not earlier, because a network may come back. In seconds, the last one in milliseconds. Where the system lacks an
 option, its own defaults apply."""
 
+_KEEP_ALIVE_OF_SEVERAL: Final = (
+    ("TCP_KEEPIDLE", 5),
+    ("TCP_KEEPINTVL", 2),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 10_000),
+)
+"""Gives up within the grace period of a link, which another server continues."""
+
 _LAST_ASK: Final = 0.25
 """Seconds reserved for a client that waits for a named store to ask once more which others exist."""
 
 _LOOK_UP_AGAIN: Final = 15.0
 """Seconds until a failed look-up of a host is repeated."""
+
+_PATIENCE: Final = 2.0
+"""Seconds for each step of an attempt if there are other servers to try; doubled with each round."""
 
 _TICK: Final = 0.1
 """Seconds between checks whether a connection that is being made is still wanted."""
@@ -93,34 +106,33 @@ class _Tries:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        servers: Servers,
         deadline: Deadline,
         refused_is_final: bool,
         token: bytes = b"",
         tls: TlsFiles | None = None,
         name: StoreName | None = None,
     ) -> None:
-        self.host = host
-        self.port = port
+        self.servers = servers
+        self._round = servers.round()
+        self.host, self.port = next(self._round)
         self.deadline = deadline
         self.refused_is_final = refused_is_final
         self.token = token
         self.tls = tls
         self.name = name
-        self.pings = True
-        """Whether the handshake has a PING: PyTorch's servers before 2.5 close the connection on it."""
-        self.cause = ""
-        """Why the last attempt failed, or the one before if the last was too short to show it."""
+        self.pings = len(servers.all()) == 1
+        """Whether the handshake has a PING: PyTorch's servers before 2.5 close the connection on it, and so do ours
+        that stand by. Without it, the server is asked who it is."""
+        self._causes: dict[Address, str] = {}
+        """Why the last attempt at a server failed, or the one before if the last was too short to show it."""
+        self._may_pass = False
+        """Whether, in this round, a server failed in a way that may pass."""
         self._short = False
         """Whether the current attempt has too little time to show why it fails."""
         self._failures = 0
         self._hung_up = 0
         """Handshakes in a row that the peer has cut off."""
-
-    def is_final(self, error: Exception) -> bool:
-        """Return whether to raise an attempt's error as it is, instead of retrying."""
-        return self.refused_is_final and isinstance(error, ConnectionRefusedError)
 
     def limit(self) -> float | None:
         """Return the timeout of the next attempt in seconds; None means no limit."""
@@ -131,33 +143,70 @@ class _Tries:
         self._short = left is not None and left <= 2 * _LAST_TRY
         return MIN_ROUND_TRIP if self.deadline.timeout == 0 else left
 
+    def step_limit(self) -> float | None:
+        """Return the seconds for the next step of an attempt; None if it may take as long as the attempt."""
+        if self.name is not None and (self.name.unresolved or self.name.asked):
+            return _LOOK_UP_AGAIN if self.name.unresolved else None
+        return None if len(self.servers.all()) == 1 else _PATIENCE * 2.0 ** min(self._failures, 10)
+
     def after(self, error: Exception) -> float:
-        """Note why an attempt failed; return the seconds until the next. Raises DistNetworkError if there is none."""
-        if isinstance(error, TlsFailed) and error.final:
-            raise DistNetworkError(f"cannot connect to ({self.host}, {self.port}): {error}") from None
+        """Note why an attempt failed; return the seconds until the next.
+
+        Raises DistNetworkError if there is none, or the error itself if it is a refusal that is final.
+        """
+        here = self.host, self.port
+        self.servers.note(error)
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
+        self.pings = self.pings and len(self.servers.all()) == 1
         cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
         if cause == NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
-        if cause != NO_ANSWER or not self._short or not self.cause:  # a short attempt times out whatever is wrong
-            self.cause = cause
+        if cause != NO_ANSWER or not self._short or here not in self._causes:
+            self._causes[here] = cause  # a short attempt times out whatever is wrong
+        untrusted = isinstance(error, TlsFailed) and error.final
+        refused = self.refused_is_final and isinstance(error, ConnectionRefusedError)
+        self._may_pass = self._may_pass or not (untrusted or refused)
+        following = next(self._round, None)
+        if following is None and not self._may_pass:
+            if refused:
+                raise error
+            raise DistNetworkError(f"cannot connect to {self._where()}: {self._why()}") from None
         left = self.deadline.left()
-        if left is not None and left <= _LAST_TRY:
+        if left is not None and left <= _LAST_TRY and (self.deadline.timeout or following is None):
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
-                f"connect to ({self.host}, {self.port}). Gave up after {self.deadline.spent():.1f} s; last error: "
-                f"{self.cause}.{self._elsewhere()}"
+                f"connect to {self._where()}. Gave up after {self.deadline.spent():.1f} s; last error: "
+                f"{self._why()}.{self._advice()}"
             ) from None
+        if following is not None:
+            self.host, self.port = following
+            return 0.0
         self._failures += 1
+        self._may_pass = False
+        self._round = self.servers.round()
+        self.host, self.port = next(self._round)
         wait = backoff(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
 
-    def _elsewhere(self) -> str:
+    def reached(self) -> None:
+        """Note that an attempt has succeeded."""
+        self.servers.first = self.host, self.port
+
+    def _where(self) -> str:
+        return ", ".join([f"({host}, {port})" for host, port in self.servers.all()])
+
+    def _why(self) -> str:
+        causes = self._causes
+        if len(causes) == 1:
+            return next(iter(causes.values()))
+        return "; ".join([f"{format_address(*server)}: {cause}" for server, cause in causes.items()])
+
+    def _advice(self) -> str:
         """Return advice for an address without a listener here that another host may have published; else ""."""
-        if self.name is not None or self.cause != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
+        if self.name is not None or self._why() != os.strerror(errno.ECONNREFUSED) or not is_local(self.host):
             return ""
         return (
             f" Nobody listens there on this host; if another host has published {self.host}, it is of use there only: "
@@ -186,39 +235,38 @@ def _hung_up(peer: socket.socket, error: ConnectionError) -> ConnectionError:
 
 
 async def connect(
-    host: str,
-    port: int,
+    servers: Servers,
     deadline: Deadline,
     refused_is_final: bool = False,
     token: bytes = b"",
     tls: TlsFiles | None = None,
     name: StoreName | None = None,
 ) -> tuple[socket.socket, ClientSession]:
-    """Connect to the store at this address, shake hands, present the token, and enter the named store, if given.
+    """Connect to the server that serves, shake hands, present the token, and enter the named store, if given.
 
-    A timeout of 0 allows one attempt. With `tls` the connection is encrypted, and the server's certificate verified.
-    Raises DistNetworkError with the last error, AccessDeniedError, and, with `refused_is_final`,
-    ConnectionRefusedError.
+    A timeout of 0 allows one attempt at each server. With `tls` the connection is encrypted, and the server's
+    certificate verified. Raises DistNetworkError with the last error, AccessDeniedError, and, with `refused_is_final`,
+    ConnectionRefusedError if all servers refuse.
     """
-    tries = _Tries(host, port, deadline, refused_is_final, token, tls, name)
+    tries = _Tries(servers, deadline, refused_is_final, token, tls, name)
     while True:
         try:
-            return await asyncio.wait_for(_try(tries), tries.limit())
+            connected = await asyncio.wait_for(_try(tries), tries.limit())
+            tries.reached()
+            return connected
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
-            if tries.is_final(error):
-                raise
             pause = tries.after(error)
         await asyncio.sleep(pause)
 
 
 async def lost_error(
-    host: str, port: int, token: bytes, tls: TlsFiles | None, name: StoreName | None, text: str
+    servers: Servers, token: bytes, tls: TlsFiles | None, name: StoreName | None, text: str
 ) -> DistNetworkError:
     """Return the error of a lost connection: `text`, after the server's reason for ending it or its store, if known."""
     try:
         deadline = Deadline(MIN_ROUND_TRIP)
         ended = None if name is None else name.once()
-        peer, session = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
+        peer, session = await connect(servers, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
         peer.close()
         why, denied = session.refusal, bool(session.refusal)
     except (DistNetworkError, DistStoreError, OSError) as error:
@@ -228,15 +276,14 @@ async def lost_error(
 
 
 async def _try(tries: _Tries) -> tuple[socket.socket, ClientSession]:
-    peer = await open_connection(tries.host, tries.port, tries.tls)
+    peer = await asyncio.wait_for(open_connection(tries.host, tries.port, tries.tls), tries.step_limit())
 
     async def perform(step: _Step) -> Any:
         if isinstance(step, str):
             with suppress(OSError):
                 return _hosts(await _look_up(step, 0))
             return []
-        limit = _LOOK_UP_AGAIN if tries.name is not None and tries.name.unresolved else None
-        return await asyncio.wait_for(transfer(peer, step), limit)
+        return await asyncio.wait_for(transfer(peer, step), tries.step_limit())
 
     try:
         return peer, await exchanges.run_async(perform, _open_session(peer, tries, False))
@@ -355,10 +402,14 @@ class Attempt:
             raise TimeoutError
         return _TICK if left is None else min(left, _TICK)
 
-    def at_most(self, seconds: float) -> "Attempt":
+    def at_most(self, seconds: float | None) -> "Attempt":
         """Return an attempt that ends with this one, but within this many seconds."""
+        if seconds is None:
+            return self
         left = self.deadline.left()
-        return Attempt(seconds if left is None else min(left, seconds), self.wanted)
+        limited = Attempt(seconds if left is None else min(left, seconds), self.wanted)
+        limited.pid = self.pid
+        return limited
 
     def wait_for(self, peer: socket.socket, event: int) -> None:
         poll = select.poll()
@@ -386,8 +437,7 @@ class Attempt:
 
 
 def connect_blocking(
-    host: str,
-    port: int,
+    servers: Servers,
     deadline: Deadline,
     wanted: Callable[[], bool] = always,
     refused_is_final: bool = False,
@@ -401,7 +451,7 @@ def connect_blocking(
     With `asks`, the question whether the server is one of ours goes with the handshake; the caller reads the reply.
     Raises DistNetworkError, AccessDeniedError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
-    tries = _Tries(host, port, deadline, refused_is_final, token, tls, name)
+    tries = _Tries(servers, deadline, refused_is_final, token, tls, name)
     return _retry(tries, wanted, lambda attempt: _try_in_this_thread(tries, attempt, asks))
 
 
@@ -410,22 +460,23 @@ def open_blocking(host: str, port: int, deadline: Deadline, refused_is_final: bo
 
     Raises DistNetworkError and, with `refused_is_final`, ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, refused_is_final)
+    tries = _Tries(Servers((host, port)), deadline, refused_is_final)
     return _retry(tries, always, lambda attempt: _open_in_this_thread(tries, attempt))
 
 
 def _retry(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attempt], T]) -> T:
     while True:
         try:
-            return attempt(Attempt(tries.limit(), wanted))
+            connected = attempt(Attempt(tries.limit(), wanted))
+            tries.reached()
+            return connected
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
-            if tries.is_final(error):
-                raise
             pause = tries.after(error)
         Attempt(pause, wanted).sleep()
 
 
 def _open_in_this_thread(tries: _Tries, attempt: Attempt) -> socket.socket:
+    attempt = attempt.at_most(tries.step_limit())
     addresses = _literal(tries.host, tries.port)
     if addresses:
         return _connect_to(addresses[0], attempt)
@@ -436,13 +487,11 @@ def _try_in_this_thread(tries: _Tries, attempt: Attempt, asks: bool) -> tuple[so
     peer = _open_in_this_thread(tries, attempt)
 
     def perform(step: _Step) -> Any:
-        nonlocal attempt
         if isinstance(step, str):
-            found = _look_up_in_a_helper(step, attempt)
-            if not found:
-                attempt = attempt.at_most(_LOOK_UP_AGAIN)
-            return found
-        return peer.sendall(step, NO_SIGPIPE) if isinstance(step, bytes) else attempt.receive(peer, step)
+            return _look_up_in_a_helper(step, attempt)
+        if isinstance(step, bytes):
+            return peer.sendall(step, NO_SIGPIPE)
+        return attempt.at_most(tries.step_limit()).receive(peer, step)
 
     try:
         if tries.tls is not None:
@@ -589,14 +638,14 @@ def _open_session(peer: socket.socket, tries: _Tries, asks: bool) -> Generator[_
     ProtocolError if the peer is no store's server, and what `admission` raises.
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(peer)
+    keep_alive(peer, len(tries.servers.all()) > 1)
     clear = tries.token != b"" and tries.tls is None and leaves_host(peer)
     session = ClientSession(tries.pings)
     hello, greeting = session.hello(os.getpid())
-    if asks:
+    if asks and tries.pings:
         asking, session.asked = session.request(*requests.HAS_EXTENSION)
         hello += asking
-    admitting = admission(session, tries.host, tries.port, tries.token, tries.name, clear)
+    admitting = admission(session, tries.host, tries.port, tries.token, tries.name, clear, not tries.pings)
     first, first_asked = next(admitting, (b"", greeting))
     try:
         yield hello + first  # the first message of the admission goes with the handshake
@@ -615,9 +664,10 @@ def _open_session(peer: socket.socket, tries: _Tries, asks: bool) -> Generator[_
     return session
 
 
-def keep_alive(peer: socket.socket) -> None:
+def keep_alive(peer: socket.socket, of_several: bool = False) -> None:
     """Enable TCP keep-alive, so that the system gives up a connection to a vanished host; see `_KEEP_ALIVE`."""
-    options = [(getattr(socket, name, None), value) for name, value in _KEEP_ALIVE]
+    chosen = _KEEP_ALIVE_OF_SEVERAL if of_several else _KEEP_ALIVE
+    options = [(getattr(socket, name, None), value) for name, value in chosen]
     try:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in options:

@@ -32,6 +32,7 @@ from .connect import Cancelled, connect_blocking, leave_to_parent, why_lost
 from .last_byte import describe_silence
 from .requests import Request
 from .resume import resume_idle
+from .servers import Servers
 from .store_name import StoreName
 from .sync_connection import NO_THREAD, DeadlineExceeded, SyncConnection
 from .tls import TlsSocket
@@ -59,15 +60,14 @@ class Pool:
     """The connections of one store. The base class of `TCPClient`."""
 
     def __init__(
-        self, host: str, port: int, timeout: float, token: bytes, tls: TlsFiles | None, name: StoreName | None
+        self, servers: Servers, timeout: float, token: bytes, tls: TlsFiles | None, name: StoreName | None
     ) -> None:
+        self.servers = servers
         self.name = name
         self._why_lost: str | None = None
         """The server's reason for ending the named store or the connection; "" if it has none, None if unknown."""
         self._denied = False
         """Whether the reason is that the token does not allow it."""
-        self.host = host
-        self.port = port
         self.timeout = timeout
         self.token = token
         self.tls = tls
@@ -108,6 +108,15 @@ class Pool:
         self._detour = True
         """Whether calls must not simply take the only connection: threads starve, the server is not identified, the
         connection is not watched yet, or it has items to push back."""
+
+    @property
+    def host(self) -> str:
+        """The host of the server that was reached last."""
+        return self.servers.first[0]
+
+    @property
+    def port(self) -> int:
+        return self.servers.first[1]
 
     @property
     def durable(self) -> bool:
@@ -344,9 +353,7 @@ class Pool:
         """Connect once more. Raises DeadlineExceeded if the store has other connections, else DistNetworkError."""
         try:
             wanted = lambda: not self._lost  # noqa: E731
-            connected = connect_blocking(
-                self.host, self.port, deadline, wanted, token=self.token, tls=self.tls, name=self.name
-            )
+            connected = connect_blocking(self.servers, deadline, wanted, token=self.token, tls=self.tls, name=self.name)
             return SyncConnection(*connected)
         except Cancelled:
             raise self._lost_error() from None
@@ -456,8 +463,7 @@ class Pool:
             self._why_lost = ""
             try:
                 peer, session = connect_blocking(
-                    self.host,
-                    self.port,
+                    self.servers,
                     Deadline(MIN_ROUND_TRIP),
                     refused_is_final=True,
                     token=self.token,
@@ -534,7 +540,7 @@ class Pool:
             connection.mark_down(error)
         connection.user = LOOP
         wanted = lambda: not (self._lost or background.exiting())  # noqa: E731
-        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection, wanted)
+        resuming = resume_idle(self.servers, self.token, self.tls, connection, wanted)
         background.spawn(resuming, functools.partial(self._resumed, connection))
         return True
 

@@ -4,7 +4,8 @@ It knows addresses, deadlines and LINK; it must not know which requests the link
 
 Invariants: nothing behind the reply to LINK is read here. A new connection that fails to resume the link is reset,
 because its orderly end would end the session. A refused connection is final, as the server and the session are gone,
-unless the session is durable: then the server may come back. Other failures may be transient.
+unless the session is durable: then the server may come back. Other failures may be transient. Where several servers are
+known, one of another store ends no session.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from ..wire.commands import BY_METHOD
 from ..wire.values import PREFIX
 from . import exchanges
 from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking, transfer
+from .servers import Servers
 from .sync_connection import SyncConnection, reset_when_closed
 
 _LONGEST_REPLY: Final = 64 * 1024
@@ -31,8 +33,7 @@ _Step = bytes | int | float | None
 
 
 def resume_blocking(
-    host: str,
-    port: int,
+    servers: Servers,
     link: ClientSingleLink,
     deadline: Deadline,
     wanted: Callable[[], bool],
@@ -50,19 +51,18 @@ def resume_blocking(
     def perform(step: _Step) -> Any:
         nonlocal peer, attempt
         if step is None:
-            peer, _ = connect_blocking(host, port, deadline, wanted, not link.durable, token=token, tls=tls)
+            peer, _ = connect_blocking(servers, deadline, wanted, not link.durable, token=token, tls=tls)
             attempt = Attempt(deadline.left(), wanted)
             return peer
         if isinstance(step, bytes):
             return peer.sendall(step, NO_SIGPIPE)
         return time.sleep(step) if isinstance(step, float) else attempt.receive(peer, step)
 
-    return exchanges.run(perform, _resuming(link, deadline, wanted))
+    return exchanges.run(perform, _resuming(servers, link, deadline, wanted))
 
 
 async def resume(
-    host: str,
-    port: int,
+    servers: Servers,
     token: bytes,
     tls: TlsFiles | None,
     link: ClientSingleLink,
@@ -75,17 +75,17 @@ async def resume(
     async def perform(step: _Step) -> Any:
         nonlocal peer
         if step is None:
-            peer, _ = await connect(host, port, deadline, not link.durable, token=token, tls=tls)
+            peer, _ = await connect(servers, deadline, not link.durable, token=token, tls=tls)
             return peer
         if isinstance(step, float):
             return await asyncio.sleep(step)
         return await asyncio.wait_for(transfer(peer, step), deadline.left())
 
-    return await exchanges.run_async(perform, _resuming(link, deadline, wanted))
+    return await exchanges.run_async(perform, _resuming(servers, link, deadline, wanted))
 
 
 def _resuming(
-    link: ClientSingleLink, deadline: Deadline, wanted: Callable[[], bool]
+    servers: Servers, link: ClientSingleLink, deadline: Deadline, wanted: Callable[[], bool]
 ) -> Generator[_Step, Any, tuple[socket.socket, bytes]]:
     """Connect and resume the link, repeatedly until the deadline. Yields steps, which are sent their results."""
     command = BY_METHOD["link"]
@@ -98,7 +98,11 @@ def _resuming(
             assert peer is not None
             reset_when_closed(peer, True)
             yield command.prefix + command.request.encode(link.fields())  # which has the number of the attempt
-            return peer, (yield from _reply())
+            reply = yield from _reply()
+            if len(servers.all()) > 1 and link.is_unknown_elsewhere(reply):
+                servers.leave(servers.first)
+                raise ConnectionError("the server is not one of those that have the session")
+            return peer, reply
         except AccessDeniedError as error:
             if error.final:
                 raise
@@ -127,7 +131,7 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
 
 
 async def resume_idle(
-    host: str, port: int, token: bytes, tls: TlsFiles | None, connection: SyncConnection, wanted: Callable[[], bool]
+    servers: Servers, token: bytes, tls: TlsFiles | None, connection: SyncConnection, wanted: Callable[[], bool]
 ) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
@@ -137,7 +141,7 @@ async def resume_idle(
     link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
     while True:
-        peer, reply = await resume(host, port, token, tls, link, deadline, wanted)
+        peer, reply = await resume(servers, token, tls, link, deadline, wanted)
         with peer:
             try:
                 rest = link.resume(reply)

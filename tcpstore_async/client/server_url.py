@@ -1,4 +1,4 @@
-"""A server's address as a URL: `tcp://HOST:PORT`, or `tcps://HOST:PORT` for TLS.
+"""A server's address as a URL: `tcp://HOST:PORT`, or `tcps://HOST:PORT` for TLS; of a replicated store, several.
 
 It must not know which options or variables hold a URL, nor PyTorch's URLs, which have queries
 (`stores/rendezvous_url.py`).
@@ -10,7 +10,10 @@ from urllib.parse import urlsplit
 
 from ..base.addresses import format_address
 
-FORM: Final = "tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
+FORM: Final = "tcp://HOST:PORT[,HOST:PORT...], or tcps://... for TLS"
+
+Address = tuple[str, int]
+"""A host and a port."""
 
 
 class ServerUrl(NamedTuple):
@@ -20,9 +23,16 @@ class ServerUrl(NamedTuple):
     port: int
     tls: bool
     """Whether the URL asks for TLS."""
+    others: tuple[Address, ...] = ()
+    """Further servers of the same store."""
+
+    def all(self) -> list[Address]:
+        """Return the addresses of all servers."""
+        return [(self.host, self.port), *self.others]
 
     def __str__(self) -> str:
-        return f"{'tcps' if self.tls else 'tcp'}://{format_address(self.host, self.port)}"
+        where = ",".join([format_address(*one) for one in self.all()])
+        return f"{'tcps' if self.tls else 'tcp'}://{where}"
 
 
 class HttpUrl(NamedTuple):
@@ -42,9 +52,18 @@ def parse_http_url(url: str) -> HttpUrl:
 
 
 def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:
-    """Return the address of a tcp:// or tcps:// URL. Raises ValueError for another URL, or without port and default."""
-    scheme, host, port = _parse(url, ("tcp", "tcps"), FORM, default_port)
-    return ServerUrl(host, port, scheme == "tcps")
+    """Return the address of a tcp:// or tcps:// URL. Raises ValueError for another URL, or without port and default.
+
+    Several addresses, or URLs, are separated by commas.
+    """
+    scheme, _, _ = url.partition("://")
+    first, *more = map(str.strip, url.split(","))
+    parts = [first, *[one if "://" in one else f"{scheme}://{one}" for one in more]]
+    found = [_parse(one, ("tcp", "tcps"), FORM, default_port) for one in parts]
+    if len({scheme for scheme, _, _ in found}) > 1:
+        raise ValueError(f"{url!r} is not of the form {FORM}")
+    (scheme, host, port), *others = found
+    return ServerUrl(host, port, scheme == "tcps", tuple((host, port) for _, host, port in others))
 
 
 def _parse(url: str, schemes: tuple[str, ...], form: str, default_port: int) -> tuple[str, str, int]:

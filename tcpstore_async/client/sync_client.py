@@ -28,6 +28,7 @@ from .connect import Cancelled, always, connect_blocking
 from .pool import LOOP, Pool
 from .requests import ANOTHER, Request
 from .resume import resume_blocking
+from .servers import Servers
 from .store_name import StoreName
 from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, Leased, SyncConnection
 from .wait_queue import Ticket
@@ -48,8 +49,7 @@ class TCPClient(Pool):
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        servers: Servers,
         timeout: float,
         introduction: dict[str, str] | None = None,
         began: float | None = None,
@@ -62,7 +62,7 @@ class TCPClient(Pool):
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
-        With `refused_is_final`, raises ConnectionRefusedError at once if nothing listens there. Retrying ends when
+        With `refused_is_final`, raises ConnectionRefusedError at once if all servers refuse. Retrying ends when
         `wanted` returns False.
 
         `introduction` describes this client to servers of ours. Every connection presents the `token`, if given; raises
@@ -70,7 +70,7 @@ class TCPClient(Pool):
         `name`, they enter that named store. A client that `joins` will need the server's identity next, so it asks for
         it with the handshake.
         """
-        super().__init__(host, port, timeout, token, tls, name)
+        super().__init__(servers, timeout, token, tls, name)
         self.introduction = introduction or {}
         self.farewell: Request | None = None
         """Request without a reply, sent to a server of ours when the store is closed."""
@@ -79,7 +79,7 @@ class TCPClient(Pool):
         limit = Deadline(timeout, began)
         asks = joins and not token and name is None  # admission asks for the identity otherwise
         opened = connect_blocking(
-            host, port, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
+            servers, limit, wanted, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
         )
         self._start([SyncConnection(*opened)])
 
@@ -98,9 +98,7 @@ class TCPClient(Pool):
         if self._lost:
             raise self._lost_error()
         name = None if self.name is None else self.name.of_a_guest()
-        clone = TCPClient(
-            self.host, self.port, self.timeout, self.introduction, token=self.token, tls=self.tls, name=name
-        )
+        clone = TCPClient(self.servers, self.timeout, self.introduction, token=self.token, tls=self.tls, name=name)
         clone._supported = dict(self._supported)
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
@@ -593,7 +591,7 @@ class TCPClient(Pool):
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
         """Reconnect a link whose connection is broken; see `resume_blocking`."""
         try:
-            return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost, self.token, self.tls)
+            return resume_blocking(self.servers, link, deadline, lambda: not self._lost, self.token, self.tls)
         except Cancelled:
             raise ConnectionError(self._lost) from None
 

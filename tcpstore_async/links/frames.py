@@ -52,6 +52,7 @@ NEW: Final = "new"
 RESUMED: Final = "resumed"
 UNKNOWN: Final = "unknown"
 LINK_REFUSED: Final = "refused"
+ELSEWHERE: Final = "elsewhere"
 
 
 class LinkReply(msgspec.Struct, frozen=True):
@@ -68,6 +69,8 @@ class LinkReply(msgspec.Struct, frozen=True):
     """Why the link was refused."""
     durable: bool = False
     """Whether the server, if it comes back, knows the link: an orderly end and a refusal are breaks, too."""
+    server: str = ""
+    """With ELSEWHERE, the address of the server that serves; empty if none does at the moment."""
 
 
 class Link(Resumable):

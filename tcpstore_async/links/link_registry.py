@@ -17,7 +17,7 @@ from ..session.store import PORTION, Store
 from ..session.transport import Transport
 from ..wire.link import GOING_AWAY, LINK, VERSION
 from ..wire.values import Framed, pack, unpack
-from .frames import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
+from .frames import ELSEWHERE, LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
 from .link_server import LinkInput, ServerLink
 from .linked_session import LinkedSession
 from .single_link import SingleLink
@@ -54,6 +54,15 @@ class LinkRegistry(LinkWork):
             store.hub.register("link", lambda one: self.open)
             store.hub.register("taken", lambda one: _taken)
 
+    @property
+    def elsewhere(self) -> str | None:
+        """None unless the server stands by: see `Auth.elsewhere`. To be set before the first peer is served."""
+        return self.store.hub.auth.elsewhere
+
+    @elsewhere.setter
+    def elsewhere(self, address: str | None) -> None:
+        self.store.hub.auth.elsewhere = address
+
     def known(self, identity: bytes) -> ServerLink | SingleLink | None:
         """Return the link of this id, of either kind; None if there is none."""
         return self.links.get(identity) or self.singles.get(identity)
@@ -62,6 +71,8 @@ class LinkRegistry(LinkWork):
 
     def open(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
         """Execute LINK: make the connection of a session a link, or a link's next connection; return the reply."""
+        if self.elsewhere is not None:
+            return pack(msgspec.json.encode(LinkReply(ELSEWHERE, server=self.elsewhere)))
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or session.state != IDLE:

@@ -15,7 +15,7 @@ from ..session.client import PendingCall
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD
 from ..wire.link import VERSION
-from .frames import NEW, RESUMED
+from .frames import NEW, RESUMED, UNKNOWN
 from .link_client import link_fields, read_reply
 
 ACKNOWLEDGED_BYTES: Final = 1024
@@ -92,6 +92,11 @@ class ClientSingleLink:
     def breaks(self, error: BaseException | None) -> bool:
         """Return whether the link can be resumed after an error of its connection, or after its end (None)."""
         return is_break(error) or (self.durable and (error is None or isinstance(error, ConnectionError)))
+
+    def is_unknown_elsewhere(self, raw: bytes) -> bool:
+        """Return whether, by the reply to a later LINK, another server than the link's does not know it."""
+        reply = read_reply(raw)
+        return reply.status == UNKNOWN and reply.instance != self._instance
 
     def resume(self, raw: bytes) -> bytes:
         """Handle the reply to a later LINK; return the bytes to send again. Raises ProtocolError."""

@@ -51,7 +51,7 @@ def open_port(
     other end is shut down. Raises DistNetworkError.
     """
     shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
-    order = json.dumps([*server, name.name, name.incarnation, token, shown]).encode()
+    order = json.dumps([str(server), name.name, name.incarnation, token, shown]).encode()
     with _lock, listener:
         try:
             fds = array.array("i", [listener.fileno()] + ([] if until is None else [until.fileno()]))

@@ -23,7 +23,8 @@ from ..base.deadline import DEFAULT_TIMEOUT, Deadline
 from ..base.errors import DistError, DistNetworkError, reason_of
 from ..client.connect import connect
 from ..client.credentials import find_token
-from ..client.server_url import ServerUrl
+from ..client.server_url import parse_server_url
+from ..client.servers import Servers
 from ..client.store_name import StoreName
 from ..client.tls import checked
 from ..client.tls_settings import files_from_environment
@@ -89,16 +90,17 @@ class _Port:
     """A listening socket that stands for a store."""
 
     def __init__(self, order: bytes, users: PeerUsers | None, explaining: "set[asyncio.Task[None]]") -> None:
-        host, port, tls, name, incarnation, token, shown = json.loads(order)
+        server, name, incarnation, token, shown = json.loads(order)
         os.environ.update(shown)
         self.users = users
         self.connections = 0
         self.empty = asyncio.Event()
         """Set when the last client has left."""
-        self._server = ServerUrl(host, port, tls)
+        self._server = parse_server_url(server)
+        self._servers = Servers(*self._server.all())
         self._name = StoreName(name)
         self._name.incarnation = incarnation
-        self._files = files_from_environment() if tls else None
+        self._files = files_from_environment() if self._server.tls else None
         self._token: str = token
         self._explaining = explaining
         self._explained = False
@@ -127,7 +129,7 @@ class _Port:
         try:
             deadline = Deadline(DEFAULT_TIMEOUT.total_seconds())
             token = find_token(self._token or None)
-            peer, _ = await connect(*self._server[:2], deadline, True, token, self._files, self._name.once())
+            peer, _ = await connect(self._servers, deadline, True, token, self._files, self._name.once())
         except DistError as error:
             raise OSError(str(error)) from None
         return peer

@@ -29,7 +29,7 @@ from ..base.addresses import spelled
 from ..base.deadline import Deadline
 from ..base.errors import DistError, DistNetworkError
 from ..client.credentials import find_token
-from ..client.server_url import ServerUrl
+from ..client.server_url import ServerUrl, parse_server_url
 from ..client.store_name import StoreName
 from ..client.tls_settings import files_from_environment
 from ..server.admin_path import identify, own_folder, remove
@@ -72,7 +72,7 @@ _LONGEST: Final = 256
 class _Order(msgspec.Struct, array_like=True):
     """What the process of a relay is told."""
 
-    server: tuple[str, int, bool]
+    server: str
     store: str
     incarnation: str
     host: str
@@ -90,12 +90,12 @@ def shared_relay(server: ServerUrl, name: StoreName, host: str, deadline: Deadli
     token = find_token()
     if server.tls or token:
         host = "127.0.0.1"
-    key = json.dumps([*server, name.name, name.incarnation, host, hashlib.sha256(token).hexdigest()])
+    key = json.dumps([server.tls, name.name, name.incarnation, host, hashlib.sha256(token).hexdigest()])
     left = deadline.left()
     limit = Deadline(_START_SECONDS if left is None else min(left, _START_SECONDS))
     try:
         path = own_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.relay"
-        order = _Order((*server,), name.name, name.incarnation, host, str(path), -1)
+        order = _Order(str(server), name.name, name.incarnation, host, str(path), -1)
         address = _find(path, order, limit)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise DistNetworkError(
@@ -197,16 +197,16 @@ async def _serve(order: _Order) -> None:
     from ..serving import tune_gc  # not for processes that only look for a relay
     from .running import relay
 
-    host, port, tls = order.server
+    server = parse_server_url(order.server)
     name = StoreName(order.store)
     name.incarnation = order.incarnation
     listener = listen(order.host, 0)
     here = listener.getsockname()[:2]
     async with relay(
-        [(host, port)],
+        server.all(),
         listener=listener,
-        same_user=tls or bool(find_token()),
-        tls=files_from_environment() if tls else None,
+        same_user=server.tls or bool(find_token()),
+        tls=files_from_environment() if server.tls else None,
         store=name,
     ) as running:
         tune_gc()

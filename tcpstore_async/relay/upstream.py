@@ -25,6 +25,8 @@ from ..client import requests
 from ..client.connect import leaves_host, open_connection, transfer
 from ..client.credentials import warn_of_clear_text
 from ..client.requests import Request
+from ..client.server_url import Address
+from ..client.servers import Servers, StandsByError
 from ..client.tls import TlsFailed, TlsSocket, tls_required
 from ..links.frames import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
@@ -36,6 +38,9 @@ from .refusing import Refusal, RefusedConnection
 
 _ATTEMPT_SECONDS: Final = 10.0
 """Time to connect to one server and receive its reply to LINK."""
+
+_PATIENCE: Final = 2.0
+"""The same if there are other servers to try; doubled with each round."""
 
 _WAITING_SECONDS: Final = 30.0
 """Seconds without a server after which a rank is closed and must connect again. PyTorch's client retries until its
@@ -71,7 +76,7 @@ class Upstream:
     def __init__(
         self,
         relay: Relay,
-        servers: list[tuple[str, int]],
+        servers: list[Address],
         token: Callable[[], bytes] = bytes,
         tls: TlsFiles | None = None,
     ) -> None:
@@ -82,12 +87,12 @@ class Upstream:
         self.relay = relay
         self.token = token
         self.tls = tls
-        self.servers = servers
+        self.servers = Servers(*servers)
         self.direct: set[_DirectConnection] = set()
         """Connections of ranks, while the server has no links."""
         self.refused: set[RefusedConnection] = set()
         """Connections of ranks that are told why the server has refused the relay."""
-        self.server = servers[0]
+        self.server: Address = servers[0]
         """The last one reached."""
         self.reconsider = asyncio.Event()
         """Set when a server without links may have been replaced: ask it again."""
@@ -118,7 +123,7 @@ class Upstream:
         failures = 0
         try:
             while True:
-                if await self._connect_and_hold():
+                if await self._connect_and_hold(failures):
                     failures = 0
                 else:
                     failures += 1
@@ -136,22 +141,26 @@ class Upstream:
         for refused in list(self.refused):
             refused.close()
 
-    async def _connect_and_hold(self) -> bool:
-        """Connect to one of the servers, and wait until that connection is over.
+    async def _connect_and_hold(self, failures: int = 0) -> bool:
+        """Connect to one of the servers, and wait until that connection is over. `failures` is how often that failed.
 
         Returns whether it was of use; then the next attempt follows at once.
         """
         causes: list[str] = []
         refusals = 0
-        for server in self._candidates():
+        known = self.servers.all()
+        self.servers.first = known[0] if self._giving_up is None else self.server  # which has the link
+        limit = _ATTEMPT_SECONDS if len(known) == 1 else min(_ATTEMPT_SECONDS, _PATIENCE * 2.0 ** min(failures, 10))
+        for server in self.servers.round():
             try:
-                peer, reply = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
+                peer, reply = await asyncio.wait_for(self._reach(server), limit)
             except (OSError, ProtocolError, asyncio.TimeoutError, AccessDeniedError, _RefusedError) as error:
-                causes.append(f"{format_address(*server)}: {_cause(error)}")
+                causes.append(f"{format_address(*server)}: {_cause(error, limit)}")
+                self.servers.note(error)
                 if isinstance(error, (AccessDeniedError, TlsFailed)) and error.final:
                     refusals += 1
                     if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self.server:
-                        self._give_up(_cause(error))  # not for TlsFailed: a certificate may be corrected in time
+                        self._give_up(_cause(error, limit))  # not for TlsFailed: a certificate may be corrected in time
                 continue
             self._note_refusal("")
             with closing(peer):
@@ -184,12 +193,6 @@ class Upstream:
             text = f"the relay at {where} cannot use its server: {reason}"
             self._refusal = Refusal(text, self.refused, partial(relay.log_limited, "refused"), relay.left)
 
-    def _candidates(self) -> list[tuple[str, int]]:
-        """Return the servers in the order of attempts: first the one that has the link."""
-        if self._giving_up is None:
-            return self.servers
-        return [self.server, *(server for server in self.servers if server != self.server)]
-
     # Reaching a server
 
     async def _reach(self, server: tuple[str, int]) -> tuple[socket.socket, LinkReply | None]:
@@ -204,6 +207,8 @@ class Upstream:
                 raise _RefusedError("this is the relay itself; --upstream must be the address of a server")
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             identity = await _identify(peer)
+            if identity is not None and identity.elsewhere is not None:
+                raise StandsByError(identity.elsewhere)
             if token:
                 await _authenticate(peer, identity, token, server if self.tls is None and leaves_host(peer) else None)
             if self.relay.entry is not None and (identity is None or not identity.has_links(NAMES)):
@@ -255,7 +260,8 @@ class Upstream:
                 raise _RefusedError(f"it refused the link: {reply.reason}")
             if reply.status != UNKNOWN:
                 break
-            self._check_that_link_may_end(server)
+            if reply.instance != link.instance:
+                self._check_that_link_may_end(server)
             self._give_up("the server has restarted, or has ended the link")
         raise ProtocolError(f"unexpected status {reply.status!r} in the reply to LINK")
 
@@ -483,7 +489,7 @@ async def _read_exactly(peer: socket.socket, count: int) -> bytes:
     return data
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: Exception, limit: float = _ATTEMPT_SECONDS) -> str:
     if isinstance(error, asyncio.TimeoutError):
-        return f"no answer within {_ATTEMPT_SECONDS:g} s"
+        return f"no answer within {limit:g} s"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

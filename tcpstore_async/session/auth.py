@@ -15,7 +15,7 @@ from ..base.addresses import is_loopback
 from ..base.clock import Clock
 from ..base.errors import NotAllowedError, counted
 from ..keyspace.accounts import Account
-from ..wire.commands import FIRST, SERVER_KEY
+from ..wire.commands import FIRST, SERVER_KEY, Command
 from ..wire.values import Framed, pack, unpack
 from .guard import Guard, TokenUsage
 from .identity import (
@@ -28,6 +28,7 @@ from .identity import (
     decode_identity,
     encode_identity,
     with_access,
+    with_elsewhere,
     with_requirement,
 )
 from .key_list_cache import SharedKeys
@@ -38,6 +39,9 @@ from .table import Commands, Table
 REMOTE: Final = "remote"
 ALL: Final = "all"
 """Which sessions must authenticate: those from other hosts, or all."""
+
+_STANDING_BY: Final = ("get", "check", "auth", "link")
+"""Commands that a server answers which stands by. Not PING: PyTorch's client connects again until that is answered."""
 
 
 class Auth:
@@ -50,6 +54,8 @@ class Auth:
         """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
         self.require_auth: str = ""
         """Which sessions must present a token or certificate: `REMOTE`, `ALL`, or none if empty."""
+        self.elsewhere: str | None = None
+        """None unless this server stands by, and executes nothing: then the address of the one that serves, if any."""
         self.granted: dict[Peer, Access | None] = {}
         """Sessions that have authenticated, and what they may do; None for everything."""
         self.usage: dict[str, TokenUsage] = {}
@@ -88,6 +94,30 @@ class Auth:
         if not self.require_auth or session in self.granted or session.shares_connection():
             return False  # one on a link may do what the link's connection may
         return self.require_auth == ALL or not is_loopback(session.host)
+
+    def is_limited(self, session: Peer) -> bool:
+        """Return whether only what `allows` says is executed for a session."""
+        return self.elsewhere is not None or self.must_authenticate(session)
+
+    def allows(self, command: Command) -> bool:
+        """Return whether a command is executed for a session that is limited, of keys to the identity only."""
+        if self.elsewhere is not None:
+            return command.method in _STANDING_BY
+        return command.flags & FIRST != 0
+
+    def refuse(self, what: str) -> str:
+        """Return why something is refused to a peer that has not authenticated, or by a server that stands by."""
+        if self.elsewhere is not None:
+            return f"{what} is not executed, as this server stands by; {self.elsewhere or 'no server'} serves"
+        needed = "a client certificate" if self.authenticate is None else "a token"
+        return f"{what} requires {needed}, because the server was started with --require-auth"
+
+    def identity_of(self, own: Framed) -> Framed:
+        """Return this server's identity as such a peer sees it."""
+        identity = decode_identity(unpack(own))
+        if self.elsewhere is not None:
+            return pack(encode_identity(with_elsewhere(identity, self.elsewhere)))
+        return pack(encode_identity(with_requirement(identity, CERTIFICATE if self.authenticate is None else TOKEN)))
 
     def crowded(self, access: Access | None) -> str:
         """Return why there may be no further session with this token; empty if there may.
@@ -179,21 +209,22 @@ class Guards:
 
     def table_of(self, session: Peer) -> list[Slot | None]:
         """Return the table of a session that has sent VALIDATE."""
-        if session in self.auth.granted:
-            access = self.auth.granted[session]
+        auth = self.auth
+        if session in auth.granted and auth.elsewhere is None:
+            access = auth.granted[session]
             return self.table.commands if access is None else self.guard(access)[1]
-        return self.guard(None)[1] if self.auth.must_authenticate(session) else self.table.commands
+        return self.guard(None)[1] if auth.is_limited(session) else self.table.commands
 
     def slot(self, session: Peer, opcode: int) -> Slot | None:
         """Return how a command of a session is executed that has sent VALIDATE; None if it is not."""
         if session.table is self.table.commands:
             return self.table.slot(opcode)
-        access = self.auth.granted.get(session)
+        access = None if self.auth.elsewhere is not None else self.auth.granted.get(session)
         found = self.guarded.get(access)
         if found is None or found[1] is not session.table:
             return None  # it has not sent VALIDATE, or is evicted
         slot = self.table.slot(opcode)
-        if slot is None or (access is None and not slot.command.flags & FIRST):
+        if slot is None or (access is None and not self.auth.allows(slot.command)):
             return None
         guarded = found[1][opcode] = self._guarded_slot(found[0], slot)
         return guarded
@@ -212,18 +243,17 @@ class Guards:
         if found is not None:
             return found
         auth, keyspace, name = self.auth, self.table.keyspace, self.table.name
-        identity = keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
+        own = keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
+        identity: Callable[[], Framed] = partial(auth.identity_of, own)
         account: Account | None = None
         if access is not None:
-            identity = pack(encode_identity(with_access(decode_identity(unpack(identity)), access)))
+            seen = pack(encode_identity(with_access(decode_identity(unpack(own)), access)))
+            identity = lambda: seen  # noqa: E731
             if access.limited():
                 usage = auth.usage.setdefault(access.identity, TokenUsage(access))
                 usage.guards += 1
                 account = self._account(usage)
-        elif SERVER_KEY in keyspace.reserved:
-            required = CERTIFICATE if auth.authenticate is None else TOKEN
-            identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
-        guard = Guard(keyspace, access, account, identity, auth.authenticate is None, name or None)
+        guard = Guard(keyspace, access, account, identity, auth.refuse, name or None)
         table: list[Slot | None] = [None] * 256
         self.guarded[access] = guard, table
         return guard, table

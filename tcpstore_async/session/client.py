@@ -101,6 +101,11 @@ class ClientSession:
         fence, call = self.fence(pid)
         return validate + fence, call
 
+    def greet(self, pid: int) -> tuple[bytes, PendingCall]:
+        """Encode a PING, which tells a server that is known to have it which process this is."""
+        self._pings = True
+        return self.fence(pid)
+
     def request(self, command: Command, fields: Fields) -> tuple[bytes, PendingCall | None]:
         """Encode a request. Returns its bytes and the call that its reply will complete; None if it has no reply.
 

@@ -7,6 +7,7 @@ Invariant: a command that is refused has changed nothing. A session without a gu
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..auth.access import Access, show
@@ -46,13 +47,13 @@ class Guard:
         keyspace: Keyspace,
         access: Access | None,
         account: Account | None,
-        identity: Framed,
-        certificate: bool,
+        identity: Callable[[], Framed],
+        refuse: Callable[[str], str],
         store: str | None = None,
     ) -> None:
-        """Without `access`, nothing is allowed but to ask who the server is, until a token or `certificate` is shown.
+        """Without `access`, nothing is allowed but to ask who the server is; `refuse` returns why something is not.
 
-        What is stored counts for `account`, if given. `identity` is the reply to a GET of the server's identity.
+        What is stored counts for `account`, if given. `identity` returns the reply to a GET of the server's identity.
         `store` is the name of the store that the sessions are in; None for the one without a name.
         """
         self.store = store
@@ -60,7 +61,7 @@ class Guard:
         self.access = access
         self.account = account
         self.identity = identity
-        self.certificate = certificate
+        self.refuse = refuse
         self.sessions: int = 0
         """How many sessions it checks."""
         self.ended: str = ""
@@ -88,7 +89,7 @@ class Guard:
         else:
             other = [key for key in command.request.keys(fields) if key != SERVER_KEY]
             what = f"{command.name} of {show(other[0])}" if other else ""
-            refusal = authentication_required(what, self.certificate) if other else ""
+            refusal = self.refuse(what) if other else ""
         if refusal:
             raise NotAllowedError(refusal)
 
@@ -102,7 +103,7 @@ class Guard:
 
     def _get(self, command: Command, call: Handler, key: bytes) -> Any:
         if key == SERVER_KEY:
-            return self.keyspace.clock.ask(lambda: self.identity)
+            return self.keyspace.clock.ask(self.identity)
         self.check(command, (key,))
         return call(key)
 
@@ -121,9 +122,3 @@ class Guard:
                     keyspace.running.account = account
 
         return execute
-
-
-def authentication_required(what: str, certificate: bool) -> str:
-    """Return why something is refused to a peer that has not authenticated, by a token or else a certificate."""
-    needed = "a client certificate" if certificate else "a token"
-    return f"{what} requires {needed}, because the server was started with --require-auth"

@@ -124,6 +124,8 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """The name of the store that this connection is in, if it has one."""
     refused: str = ""
     """Why this connection may do nothing, whatever it presents: the server has refused the relay's token."""
+    elsewhere: str | None = None
+    """None unless this server stands by: the address of the one that serves, empty if none does at the moment."""
 
     def has_links(self, least: int) -> bool:
         """Return whether the server has links of at least this version of the extension; the threaded one has none."""
@@ -178,6 +180,11 @@ def read_enter_reply(raw: bytes) -> EnterReply:
 def with_requirement(identity: Identity, requires: str) -> Identity:
     """Return a server's identity as a client sees it that has not authenticated, and has to."""
     return msgspec.structs.replace(identity, requires=requires)
+
+
+def with_elsewhere(identity: Identity, address: str) -> Identity:
+    """Return the identity of a server that stands by."""
+    return msgspec.structs.replace(identity, elsewhere=address)
 
 
 def check_admitted(identity: Identity) -> None:

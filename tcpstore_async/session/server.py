@@ -344,6 +344,6 @@ class ServerSession(Session):
         if self.table is NO_COMMANDS:
             return ProtocolError(f"opcode {opcode} from an evicted session")
         command = BY_OPCODE[opcode]
-        if command is not None and store.hub.auth.must_authenticate(self):
+        if command is not None and store.hub.auth.is_limited(self):
             return self._stranger(command.name)
         return ProtocolError(f"unknown opcode {opcode}")

@@ -18,7 +18,6 @@ from ..wire.codecs import STOP_WAITING, encode_popped
 from ..wire.commands import MAGIC
 from ..wire.values import Framed, Value, length
 from .budget import SESSION_BYTES, StoreShare
-from .guard import authentication_required
 from .observer import NEVER
 from .owner import Owner
 from .peer import NO_PID, Introduction, Peer
@@ -65,7 +64,7 @@ class Session(Peer):
             raise ProtocolError(f"VALIDATE carries {magic:#x}, expected {MAGIC:#x}")
         store = self.store
         auth = store.hub.auth
-        if auth.granted or auth.require_auth:
+        if auth.granted or auth.require_auth or auth.elsewhere is not None:
             self.table = store.guards.table_of(self)
             if auth.must_authenticate(self):
                 return
@@ -108,8 +107,8 @@ class Session(Peer):
         self.unsent += len(MISMATCH)
 
     def _stranger(self, what: str) -> NotAllowedError:
-        """Return the error for a session that must authenticate and has not."""
-        return NotAllowedError(authentication_required(what, self.store.hub.auth.authenticate is None))
+        """Return the error for a session that must authenticate and has not, or of a server that stands by."""
+        return NotAllowedError(self.store.hub.auth.refuse(what))
 
     def move_to(self, store: Store) -> None:
         """Move the session to another store. What it wrote in the previous one counts for no session any longer."""

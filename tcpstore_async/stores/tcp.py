@@ -40,7 +40,8 @@ from ..client.client_info import introduction
 from ..client.connect import always, leave_rest_to_parent
 from ..client.credentials import find_token
 from ..client.requests import Request
-from ..client.server_url import ServerUrl
+from ..client.server_url import Address, ServerUrl
+from ..client.servers import Servers
 from ..client.store_name import (
     StoreName,
     StoreTakenError,
@@ -121,6 +122,9 @@ class TCPStore(Store):
 
     _server: ServerUrl | None = None
     """The server on which this store has a name, if it has one."""
+
+    _others: tuple[Address, ...] = ()
+    """Further servers of a store without a name."""
 
     _owns = False
     """Whether this store owns the named store."""
@@ -241,8 +245,8 @@ class TCPStore(Store):
         name = client.name
         if self._server is None or name is None or not name.port:
             return
-        if not is_local(self._server.host) or is_local(self.host):
-            self.host, self.port = self._server.host, name.port
+        if not is_local(client.host) or is_local(self.host):
+            self.host, self.port = client.host, name.port
 
     def _free_number(self) -> int:
         """Return a port number for a name, in place of port 0, that is probably not in use."""
@@ -270,14 +274,14 @@ class TCPStore(Store):
         hosts = self._hosted is not None
         rank = Rank(ranks or 0, self._owns or hosts, deadline, self._rank_token, hosts)
         owner = self._name(ranks) if self._owns else None
-        host, port = (self.host, self.port) if self._server is None else self._server[:2]
-        own = None if self._hosted is None else OwnAddress(host, port)
+        given = [(self.host, self.port), *self._others] if self._server is None else self._server.all()
+        servers = Servers(*given)
+        own = None if self._hosted is None else OwnAddress(self.host, self.port)
         while True:
             try:
                 name = owner or self._name(ranks)
                 client = TCPClient(
-                    host,
-                    port,
+                    servers,
                     self._timeout,
                     introduction(ranks),
                     deadline.began,
@@ -293,6 +297,8 @@ class TCPStore(Store):
                     raise DistNetworkError(f"{error} {own.fault}") from None
                 raise rank.blame(error) from None
             client.joining = True
+            if self._server is not None:  # which has the server first that serves
+                self._server = servers.url(self._server.tls)
             try:
                 if self._owns:
                     client.extended(began=deadline.began)  # from now on a reset connection does not end the store
@@ -309,7 +315,7 @@ class TCPStore(Store):
                     raise rank.blame(error) from None
             except StoreTimeoutError as error:
                 client.close()
-                raise StoreTimeoutError(f"no reply from {host}:{port} while joining: {error}") from None
+                raise StoreTimeoutError(f"no reply from {client.host}:{client.port} while joining: {error}") from None
             except BaseException:
                 client.close()
                 raise

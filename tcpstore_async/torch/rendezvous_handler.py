@@ -47,7 +47,8 @@ from ..base.coercion import to_seconds
 from ..base.deadline import Deadline
 from ..client.connect import connect_blocking
 from ..client.credentials import find_token
-from ..client.server_url import ServerUrl
+from ..client.server_url import Address, ServerUrl
+from ..client.servers import Servers
 from ..client.store_name import StoreName
 from ..client.store_port import direct_address
 from ..client.tls_settings import wants_tls
@@ -163,6 +164,14 @@ class _RoundStore(PlainTCPStore):
         return StoreName(self._store_name, owner=os.urandom(16).hex())
 
 
+class _Replicated(PlainTCPStore):
+    """The store of the agents on the first of several servers that serves."""
+
+    def __init__(self, servers: list[Address], timeout: timedelta, tls: bool | None) -> None:
+        self._others = tuple(servers[1:])
+        super().__init__(*servers[0], timeout=timeout, tls=tls)
+
+
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a store of its own for its workers.
 
@@ -176,7 +185,7 @@ class _Handler(RendezvousHandler):
         plain = store._plain
         self._run_id = run_id
         self._tls = plain._tls is not None
-        self._agents_server = plain._server or ServerUrl(plain.host, plain.port, self._tls)
+        self._agents_server = plain._server or plain._connection().servers.url(self._tls)
         self._made_token = None if find_token() else plain._token.decode() or None
         """The token that this agent has made for its own server, if the environment has none."""
         self._wants_relay = bool(relay)
@@ -396,9 +405,10 @@ class _Handler(RendezvousHandler):
         guest.wants_port = True
         seconds = to_seconds("timeout", self._store.timeout)
         token = find_token(self._made_token)
-        peer, _ = connect_blocking(server.host, server.port, Deadline(seconds), token=token, name=guest)
+        servers = Servers(*server.all())
+        peer, _ = connect_blocking(servers, Deadline(seconds), token=token, name=guest)
         peer.close()
-        return direct_address(server, guest, seconds)
+        return direct_address(servers.url(False), guest, seconds)
 
     def _start_relay(self, address: str, port: int, token: str) -> tuple[str, int]:
         """Start a relay for this agent's workers, and return its address; if it cannot be started, the server's."""
@@ -533,9 +543,10 @@ def _has_token() -> bool:
 
 
 def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool | None) -> Store:
-    """Host the server, or connect to a running one."""
-    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    asked = params.get_as_bool("is_host")
+    """Host the server, or connect to a running one; several, which an endpoint may name, run already."""
+    servers = [parse_rendezvous_endpoint(one, DEFAULT_PORT) for one in params.endpoint.split(",")]
+    host, port = servers[0]
+    asked = params.get_as_bool("is_host") if len(servers) == 1 else False
     hosts = _matches_machine_hostname(host) if asked is None else asked
     try:
         if hosts:
@@ -547,9 +558,11 @@ def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool | No
                 if asked:
                     raise
                 log.info("port %d is in use: connecting to the server there", port)
+        if len(servers) > 1:
+            return TCPStore._of(_Replicated(servers, timeout, tls))
         return TCPStore(host, port, timeout=timeout, tls=tls)
     except errors.DistError as error:
-        raise RendezvousConnectionError(f"cannot use the store at {host}:{port}: {error}") from error
+        raise RendezvousConnectionError(f"cannot use the store at {params.endpoint}: {error}") from error
 
 
 def _seconds(params: RendezvousParameters, name: str) -> int:

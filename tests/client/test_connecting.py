@@ -23,6 +23,7 @@ from support import LIMIT, free_port, run_python, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client.connect import _Tries
+from tcpstore_async.client.servers import Servers
 
 pytestmark = pytest.mark.interpreted
 
@@ -88,7 +89,7 @@ def test_nothing_listens(how: How, host: str, unused: int) -> None:
 
 @pytest.mark.parametrize(("seconds", "cause"), [(0.02, "[Rr]efused"), (10.0, "no answer")])
 def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: float, cause: str) -> None:
-    tries = _Tries("host", 1, Deadline(60.0), False)
+    tries = _Tries(Servers(("host", 1)), Deadline(60.0), False)
     tries.limit()
     tries.after(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
     tries.deadline = Deadline(60.0, time.monotonic() - 60.0 + seconds)

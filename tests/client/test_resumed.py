@@ -32,6 +32,7 @@ from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.requests import NO_KEY
 from tcpstore_async.client.resume import resume_blocking
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.links.single_client import UNANSWERED_BYTES, ClientSingleLink
 from tcpstore_async.session.client import ClientSession
@@ -811,7 +812,7 @@ def test_a_request_that_times_out_when_it_is_partly_sent_is_executed_once(port: 
 
 def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_sent_once(port: int) -> None:
     value = os.urandom(6_000_000)
-    connection = SyncConnection(*connect_blocking("127.0.0.1", port, Deadline(LIMIT)))
+    connection = SyncConnection(*connect_blocking(Servers(("127.0.0.1", port)), Deadline(LIMIT)))
     with connection.peer as old:
         old.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.open_link(Deadline(LIMIT))
@@ -821,7 +822,7 @@ def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_s
         old.sendall(set_(b"k", value) + get(b"k"))
         select.select([old], [], [], LIMIT)
         link.received += len(old.recv(8))  # the server has sent as much as the kernel accepts
-        peer, reply = resume_blocking("127.0.0.1", port, link, Deadline(LIMIT), lambda: True)
+        peer, reply = resume_blocking(Servers(("127.0.0.1", port)), link, Deadline(LIMIT), lambda: True)
         with peer:
             assert link.resume(reply) == b""
             peer.sendall(delete(b"k"))
@@ -1002,7 +1003,7 @@ def test_so_does_one_whose_server_does_not_answer() -> None:
 
 def test_a_late_reply_to_link_is_taken_by_the_next_call(port: int) -> None:
     with resetter(port) as proxy:
-        connection = SyncConnection(*connect_blocking("127.0.0.1", proxy.port, Deadline(LIMIT)))
+        connection = SyncConnection(*connect_blocking(Servers(("127.0.0.1", proxy.port)), Deadline(LIMIT)))
         with connection.peer:
             with proxy._lock, pytest.raises(DeadlineExceeded):  # nothing is carried
                 connection.open_link(Deadline(0.01))

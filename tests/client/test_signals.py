@@ -32,6 +32,7 @@ from tcpstore_async.base.keys import stored_key
 from tcpstore_async.client import background, capabilities, requests, sync_client, wait_queue
 from tcpstore_async.client.brief_join import BriefJoin
 from tcpstore_async.client.resume import resume_blocking
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.links.single_client import ClientSingleLink
 from tls.certificates import certificates
@@ -864,7 +865,7 @@ def test_nothing_that_a_caller_sends_raises_sigpipe(tls: bool, monkeypatch: pyte
             brief.join(bytes(16), 2)
         link = ClientSingleLink()
         assert link.begun(b'{"status": "new", "instance": "x", "grace": 1}')
-        peer, _ = resume_blocking("127.0.0.1", server.port, link, Deadline(TIMEOUT), lambda: True)
+        peer, _ = resume_blocking(Servers(("127.0.0.1", server.port)), link, Deadline(TIMEOUT), lambda: True)
         peer.close()
     assert not careless, careless[0]
     assert careful == {"send", "sendall"}

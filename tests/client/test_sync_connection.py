@@ -19,6 +19,7 @@ from tcpstore_async import DistNetworkError
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.client import resume
 from tcpstore_async.client.connect import always
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.sync_connection import SyncConnection
 from tcpstore_async.links.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink
 from tcpstore_async.session.client import ClientSession
@@ -100,7 +101,7 @@ def test_the_background_loop_looks_for_the_session_no_longer_than_the_server_kee
     deadlines: list[float | None] = []
 
     async def reach(
-        host: str, port: int, token: bytes, tls: object, link: ClientSingleLink, deadline: Deadline, *_: object
+        servers: Servers, token: bytes, tls: object, link: ClientSingleLink, deadline: Deadline, *_: object
     ) -> tuple[socket.socket, bytes]:
         deadlines.append(deadline.left())
         raise DistNetworkError("no answer")
@@ -109,7 +110,7 @@ def test_the_background_loop_looks_for_the_session_no_longer_than_the_server_kee
     with broken() as connection:
         connection.down_since = time.monotonic() - since
         with pytest.raises(DistNetworkError, match="no answer"):
-            asyncio.run(resume.resume_idle("127.0.0.1", 1, b"", None, connection, always))
+            asyncio.run(resume.resume_idle(Servers(("127.0.0.1", 1)), b"", None, connection, always))
     (left,) = deadlines
     assert left is not None
     assert left <= max(0.0, GRACE - since)
@@ -120,12 +121,12 @@ def test_the_background_loop_does_not_wait_for_a_server_that_reads_nothing(monke
     ours.setblocking(False)
 
     async def reach(
-        host: str, port: int, token: bytes, tls: object, link: ClientSingleLink, deadline: Deadline, *_: object
+        servers: Servers, token: bytes, tls: object, link: ClientSingleLink, deadline: Deadline, *_: object
     ) -> tuple[socket.socket, bytes]:
         return ours, RESUMED
 
     async def main(connection: SyncConnection) -> None:
-        task = asyncio.ensure_future(resume.resume_idle("127.0.0.1", 1, b"", None, connection, always))
+        task = asyncio.ensure_future(resume.resume_idle(Servers(("127.0.0.1", 1)), b"", None, connection, always))
         await asyncio.wait({task}, timeout=LIMIT / 2)
         assert task.done()
         with pytest.raises(asyncio.TimeoutError):

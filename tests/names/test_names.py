@@ -422,8 +422,8 @@ def test_the_agents_own_store_needs_no_variable(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("url", [
-    "node:29500", "http://node:1", "tcp://node", "tcp://:1", "tcp://node:1/x", "tcp://a:1,b:1", "tcp://node:x",
-    "tcp://u@node:1",
+    "node:29500", "http://node:1", "tcp://node", "tcp://:1", "tcp://node:1/x", "tcp://a:1,b", "tcp://node:x",
+    "tcp://u@node:1", "tcp://a:1,", "tcp://a:1,tcps://b:1", "a:1,tcp://b:1",
 ])  # fmt: skip
 def test_what_is_no_server(url: str) -> None:
     with pytest.raises(ValueError, match="is not of the form tcp://HOST:PORT"):
@@ -439,6 +439,15 @@ def test_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert (found.host, found.port, found.tls, str(found)) == ("::1", 29500, True, "tcps://[::1]:29500")
     assert find_server("") is None
+
+
+@pytest.mark.parametrize("url", ["tcps://a:1,[::1]:2,c:3", "tcps://a:1, tcps://[::1]:2,tcps://c:3/"])
+def test_several_servers(url: str) -> None:
+    found = find_server(url)
+    assert found is not None
+    assert (found.host, found.port, found.tls, found.others) == ("a", 1, True, (("::1", 2), ("c", 3)))
+    assert str(found) == "tcps://a:1,[::1]:2,c:3"
+    assert find_server(str(found)) == found
 
 
 def test_what_an_address_is_called() -> None:

@@ -41,6 +41,7 @@ from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import ConnectionDeniedError
 from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.wire.commands import SERVER_KEY
 from tls.test_clients import check_resets
@@ -246,7 +247,9 @@ def test_a_server_is_asked_once_who_it_is(server: Server) -> None:
     """A token and a store with a name both need that, on the same connection."""
     with proxy_to(server.port) as proxy:
         name = StoreName("job", owner="me")
-        peer, _ = connect_blocking("127.0.0.1", proxy.port, Deadline(LIMIT), token=KEYS.create().encode(), name=name)
+        peer, _ = connect_blocking(
+            Servers(("127.0.0.1", proxy.port)), Deadline(LIMIT), token=KEYS.create().encode(), name=name
+        )
         peer.close()
         (sent,) = proxy.sent
         assert sent.count(PROBE) == 1

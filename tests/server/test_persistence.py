@@ -40,6 +40,7 @@ from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import AccessDeniedError, DistNetworkError
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.store_name import StoreName, name_of
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.log import journal as journal_module
@@ -240,7 +241,9 @@ async def test_a_rank_that_waits_for_an_owner_without_a_session_enters_when_that
     """The kill was in the middle of the owner's constructor, which begins anew."""
 
     def own(port: int) -> socket.socket:
-        peer, _ = connect_blocking("127.0.0.1", port, Deadline(30.0), name=StoreName(name_of("job", 29500), "first"))
+        peer, _ = connect_blocking(
+            Servers(("127.0.0.1", port)), Deadline(30.0), name=StoreName(name_of("job", 29500), "first")
+        )
         return peer
 
     async with serve(persist=tmp_path / "journal") as server:
@@ -278,7 +281,7 @@ async def test_a_store_whose_owner_does_not_come_back_ends(tmp_path: Path) -> No
     async with serve(persist=tmp_path / "journal") as server:
         name = StoreName(name_of("job", 29500), owner="first")
         peer, _ = await asyncio.to_thread(
-            functools.partial(connect_blocking, "127.0.0.1", server.port, Deadline(30.0), name=name)
+            functools.partial(connect_blocking, Servers(("127.0.0.1", server.port)), Deadline(30.0), name=name)
         )
         server.stop(for_good=False)
         peer.close()

@@ -23,6 +23,7 @@ from tcpstore_async.base.clock import Clock
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.limits import DEFAULT_GRACE, Limits
 from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.servers import Servers
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.links.single_client import ClientSingleLink
 from tcpstore_async.server import uv
@@ -642,7 +643,7 @@ async def test_a_session_without_a_connection_leaves_a_store_that_has_ended() ->
 
         def entered(owner: str) -> socket.socket:
             name = StoreName("job", owner)
-            return connect_blocking("127.0.0.1", server.port, Deadline(LIMIT), name=name)[0]
+            return connect_blocking(Servers(("127.0.0.1", server.port)), Deadline(LIMIT), name=name)[0]
 
         def link(peer: socket.socket) -> None:
             command = BY_METHOD["link"]
