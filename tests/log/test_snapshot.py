@@ -31,7 +31,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 AT_REST = {
     "Hub": {"limits", "budget", "clock", "auth", "root", "pending_flush", "on_leave", "on_return", "why_held"},
-    "Auth": {"commands", "clock", "authenticate", "require_auth"},
+    "Auth": {"commands", "clock", "authenticate", "require_auth", "elsewhere"},
     "Budget": {
         *("limit", "session_bytes", "root", "clock", "_listing", "_next", "_first_mark", "_second_mark", "_wanted"),
     },

@@ -22,11 +22,12 @@ A step is a plain tuple, so a run can be recorded, replayed and shrunk:
 
 from __future__ import annotations
 
-import json
 import random
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from replaying import record, replayed
 from tcpstore_async.base.errors import PeerError
@@ -363,10 +364,10 @@ class LinkedFleet(Fleet):
         carrier.session.out.clear()
         carrier.session.unsent = 0
         (size,) = struct.unpack_from("<Q", out)
-        reply = json.loads(out[8 : 8 + size])
+        reply = msgspec.json.decode(out[8 : 8 + size], type=LinkReply)
         if carrier.client.carrier is carrier:
             carrier.client.down += out[8 + size :]
-        return LinkReply(**reply)
+        return reply
 
     def _connect(self, client: Client) -> None:
         client.carrier = carrier = Carrier(self.store, client)
@@ -380,7 +381,7 @@ class LinkedFleet(Fleet):
             self._abandon(client)
             self._connect(client)
             return
-        client.link.answered(json.dumps({name: getattr(reply, name) for name in reply.__struct_fields__}).encode())
+        client.link.answered(msgspec.json.encode(reply))
         self.resumed += bool(knew)
         server = self.registry.links[client.link.identity]
         if knew and server is not client.server:
