@@ -361,21 +361,29 @@ async def run(
     seed: int,
     elsewhere: list[tuple[str, int]],
     rest: float = REST,
+    named: bool = False,
 ) -> dict[str, Any]:
+    """Run a load on a server, and kill it; return what was seen. If clients have a `named` store, `url` may be several
+    servers': then the first of the `ports` stands for these."""
     load = Load(seed)
+    owner = None
+    if named:
+        open_store = functools.partial(tcpstore_async.TCPStore, "127.0.0.1", 1, None, True, TIMEOUT, server=url)
+        owner = await asyncio.to_thread(open_store)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(100))  # most wait for the server
     clients: list[Client] = []
     for port in ports:
         direct = port == server.port
-        tls = None if direct else False
+        more: dict[str, Any] = {"timeout": TIMEOUT, "tls": None if direct else False}
+        if named:
+            more = {"timeout": TIMEOUT, "server": url if direct else f"tcp://127.0.0.1:{port}"}
+        at = 1 if named else port
         for number in range(14):
             where = f"{'direct' if direct else 'relayed'}/{number}"
             if number % 3:
-                store: Any = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT, tls=tls)
+                store: Any = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", at, **more)
             else:
-                store = await asyncio.to_thread(
-                    functools.partial(tcpstore_async.TCPStore, "127.0.0.1", port, timeout=TIMEOUT, tls=tls)
-                )
+                store = await asyncio.to_thread(functools.partial(tcpstore_async.TCPStore, "127.0.0.1", at, **more))
             clients.append(Client(store, where))
     for call in clients:  # from its first call on, a store survives its connection
         await call("num_keys")
@@ -388,7 +396,7 @@ async def run(
         tasks += [wait(load, part[8], part[9])]
         tasks += [meet(load, part[10:14], f"barrier {first}")]
     tasks += [name(load, url, number) for number in range(2)]
-    three = [ports[0], ports[-1], ports[0]]
+    three = [ports[-1]] * 3 if named else [ports[0], ports[-1], ports[0]]
     tasks += [agents(load, three, [None if port == server.port else False for port in three])]
     running = [asyncio.ensure_future(task) for task in tasks]
     began = time.monotonic()
@@ -422,6 +430,8 @@ async def run(
     for call in clients:
         closing = call.store.close
         await (asyncio.to_thread(closing) if call.threads else closing())
+    if owner is not None:
+        await asyncio.to_thread(owner.close)
     pauses.sort()
     return {
         "kills": len(pauses), "calls": load.calls, "seconds": round(seconds, 1), "items": len(load.pushed),

@@ -1,0 +1,199 @@
+"""Ends what a replicated store consists of, again and again, under load: nothing is lost, done twice, or left waiting.
+
+    python tests/faults/rounds.py --fault serving --rounds 20 [--seed 1]
+
+Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1 if
+anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from etcd_cluster import Cluster, cluster, programs
+from faults.kills import PROGRAM, TIMEOUT, free_port, relay, run
+
+REST = 1.0
+"""Seconds from one fault to the next, at least."""
+
+MEMBER_SECONDS = 3.0
+"""Time without a member of etcd, or without a majority of them."""
+
+
+class Process:
+    """A server process, and what it says of itself."""
+
+    def __init__(self, folder: Path, port: int, options: list[str], env: dict[str, str], said: queue.Queue[Process]):
+        self.port = port
+        command = [*PROGRAM, "serve", "--port", str(port), "--admin", str(folder / f"admin{port}"), *options]
+        with (folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=folder)
+        self.role = ""
+        self._said = said
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.role = json.loads(line)["role"]
+            self._said.put(self)
+
+    def end(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        with self.process:
+            self.process.wait(TIMEOUT)
+        self._reading.join()
+
+
+class Replicated:
+    """Two servers of one replicated store, one of which serves; for the load, like one server."""
+
+    def __init__(self, folder: Path, etcd: Cluster, fault: str, env: dict[str, str]) -> None:
+        self.port = 0
+        self.etcd = etcd
+        self.folder = folder
+        self.env = env
+        self.options = ["--etcd", ",".join(etcd.urls)]
+        self.said: queue.Queue[Process] = queue.Queue()
+        self.ports = [free_port(), free_port()]
+        self.fault: Callable[[], None] = getattr(self, fault)
+        self.servers = [self._start(self.ports[0])]
+        self.serving = self._next(self.servers[0])
+        self.servers.append(self._start(self.ports[1]))
+        self._next(self.servers[1])
+
+    @property
+    def url(self) -> str:
+        return "tcp://" + ",".join([f"127.0.0.1:{port}" for port in self.ports])
+
+    def _start(self, port: int) -> Process:
+        return Process(self.folder, port, self.options, self.env, self.said)
+
+    def _next(self, *wanted: Process) -> Process:
+        """Wait until one of these says what it is, or any of them serves."""
+        while True:
+            found = self.said.get(timeout=TIMEOUT)
+            if found in wanted or (not wanted and found.role == "server"):
+                return found
+
+    def restart(self) -> None:
+        self.fault()
+
+    def ready(self) -> None:
+        """Wait until there is a standby again, so that the next fault finds one."""
+
+    def settle(self) -> None:
+        """Start what has ended."""
+        self.etcd.start()
+        for number, one in enumerate(self.servers):
+            if one.process.poll() is not None:
+                self.servers[number] = self._start(one.port)
+                self._next(self.servers[number])
+        while not any(one.role == "server" for one in self.servers):
+            self._next()
+        self.serving = next(one for one in self.servers if one.role == "server")
+
+    # Faults
+
+    def server(self) -> None:
+        self.serving.end(signal.SIGKILL)
+        self.serving = self._next()
+
+    def term(self) -> None:
+        self.serving.end(signal.SIGTERM)
+        self.serving = self._next()
+
+    def stopped(self) -> None:
+        before = self.serving
+        before.process.send_signal(signal.SIGSTOP)
+        self.serving = self._next()
+        before.process.send_signal(signal.SIGCONT)
+        while before.role == "server":
+            self.said.get(timeout=TIMEOUT)
+
+    def leader(self) -> None:
+        self.etcd.kill(self.etcd.leader())
+
+    def both(self) -> None:
+        self.etcd.kill(self.etcd.leader())
+        self.server()
+
+    def member(self) -> None:
+        member = self.etcd.leader()
+        self.etcd.stop(member)
+        time.sleep(MEMBER_SECONDS)
+        self.etcd.go_on(member)
+
+    def majority(self) -> None:
+        leader = self.etcd.leader()
+        self.etcd.kill(leader, (leader + 1) % 3)
+        time.sleep(MEMBER_SECONDS)
+        self.etcd.start(leader)
+
+    def close(self) -> None:
+        for one in self.servers:
+            if one.process.poll() is None:
+                one.process.send_signal(signal.SIGCONT)
+                one.end(signal.SIGKILL)
+
+
+FAULTS = ("server", "term", "stopped", "leader", "both", "member", "majority")
+
+
+class Rests(Replicated):
+    """Between two faults, everything is there again."""
+
+    def restart(self) -> None:
+        self.settle()
+        super().restart()
+
+
+def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
+    """Run a load during which a fault happens so often; return what was seen."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        env = {**os.environ, "TCPSTORE_RELAY": "0"}
+        etcd = stack.enter_context(cluster(program))
+        servers = Rests(folder, etcd, fault, env)
+        stack.callback(servers.close)
+        relayed, _ = stack.enter_context(relay(folder, servers.url, env))
+        try:
+            found = asyncio.run(run(servers, servers.url, [0, relayed], count, seed, [], REST, named=True))  # type: ignore[arg-type]
+        except BaseException:
+            print((folder / "server.log").read_text()[-5000:], file=sys.stderr)
+            raise
+        if found["wrong"]:
+            found["log"] = (folder / "server.log").read_text()[-5000:]
+        return {**found, "fault": fault, "seed": seed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", default="server", choices=FAULTS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    found = rounds(given.fault, given.rounds, given.seed, programs()[0])
+    print(json.dumps(found), flush=True)
+    sys.exit(1 if found["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()
