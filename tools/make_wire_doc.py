@@ -22,10 +22,9 @@ For whoever writes a client: PyTorch's TCPStore protocol, with an extension. [qu
 server differs from PyTorch's.
 
 Each client has its own TCP connection. A request is one byte, the opcode, followed by fields; a reply consists of
-fields only. There is no frame length, request id or version. Requests are executed in order of arrival, and replies are
-sent in the same order, except those marked "deferred", which may be sent between the replies to later requests. There
-are no error replies: an error, as listed with each command and under [Closing](#closing), closes the connection, and
-the command has no effect.
+fields only. There is no frame length, request id or version. Requests are executed, and replies sent, in order of
+arrival, except replies marked "deferred", which may come between those to later requests. An error, as listed with
+commands and under [Closing](#closing), closes the connection without a reply, and the command has no effect.
 
 | field | bytes |
 |---|---|
@@ -68,9 +67,10 @@ MISSING and ENTER reply with a JSON object.
 ### Probing
 
 A client probes for the extension before its first call, or when it joins, not while connecting: some peers answer PING
-and then expect silence. It sends CHECK for the key `{SERVER_KEY.decode()}`. PyTorch's servers reply 1, this one replies
-0; GET of the key then returns a JSON object. A client that must present a token, or enter a named store, sends both
-requests with its handshake; the replies to AUTH and ENTER tell how the object changes.
+and then expect silence. If PING closes the connection, it probes instead: the server may stand by. It sends CHECK for
+the key `{SERVER_KEY.decode()}`. PyTorch's servers reply 1, this one replies 0; GET of the key then returns a JSON
+object. A client that must present a token, or enter a named store, sends both requests with its handshake; the replies
+to AUTH and ENTER tell how the object changes.
 
 * `server`, `version`: `"tcpstore_async"`, and the package's version.
 * `extension`: the version of the extension; the last opcode is %s.
@@ -80,15 +80,17 @@ requests with its handshake; the replies to AUTH and ENTER tell how the object c
 * `requires`: before required authentication: what to present, a `token` or a TLS `certificate`.
 * `refused`: from a relay whose token is permanently refused: why; any other command is an error.
 * `store`: in a named store: its name; `instance` is then unique to each such store.
+* `elsewhere`: from a server that stands by: which one serves (`HOST:PORT`), empty for none. It allows only the probe,
+  AUTH and LINK.
 
 A client probes again on each further connection, and compares `instance`: another server at the same address has none
 of its data.
 
 GET of `{JOINS_KEY.decode()}` returns, as decimal text, how many ranks the server's owner expects to join, summed over
-all its stores on the server: empty without an owner, 0 once it is about to stop. WAIT_COUNT of that key also ends at 0.
-If `init/` exceeds it, the last rank to join is early for a store yet to be created, or replaces a lost one.
+its stores: empty without an owner, 0 once it is about to stop. WAIT_COUNT of that key also ends at 0. If `init/`
+exceeds it, the last rank to join is early for the next store, or replaces a lost one.
 
-Both keys are never counted, listed or deleted. WAIT finds them. To write to one is an error.
+Both keys are never counted, listed or deleted. WAIT finds them. Writing to one is an error.
 
 ### Tokens
 

@@ -263,6 +263,14 @@ def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUr
         raise click.BadParameter(wrong, ctx, param) from None
 
 
+def parse_one_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
+    """Return the address of a single server, given as for `parse_url`. Raises BadParameter."""
+    url = parse_url(ctx, param, text)
+    if url.others:
+        raise click.BadParameter(f"{text!r} has several servers; give one", ctx, param)
+    return url
+
+
 def _parse_any_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl | HttpUrl:
     """Return the address given as for `parse_url`, or as http://HOST:PORT. Raises BadParameter."""
     if not text.startswith("http://"):

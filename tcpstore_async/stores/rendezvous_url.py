@@ -113,6 +113,12 @@ def read_tcp(url: str) -> Place:
     tcps:// is the same with TLS.
     """
     parts = urlparse(url)
+    if "," in parts.netloc:
+        raise _error(
+            "tcp",
+            f"the URL has several servers, which no rank hosts: set {SERVER_URL}={parts.scheme}://{parts.netloc}, and "
+            "let the URL name the store of the job, as in tcp://job-17:1",
+        )
     try:
         port = parts.port
     except ValueError as error:

@@ -99,12 +99,12 @@ class TCPStore(Store):
     `tls` encrypts the connections of this store, and has a master's server offer TLS beside plain connections; None
     means if the environment variable TCPSTORE_TLS is 1. TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name the files.
 
-    With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT`, the address of the
-    store is a name on that server: nothing is bound, the master owns the store, and the other ranks wait until it
-    exists. `bind_host` has no effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. If the
-    server has a port for the store, for clients on other hosts that cannot enter a named store, `host` and `port` are
-    that port's; not if the server's address is on loopback and the store's is not. With an empty `server` the address
-    is an address.
+    With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT` (of a replicated
+    store, several HOST:PORT separated by commas), the address of the store is a name on that server: nothing is bound,
+    the master owns the store, and the other ranks wait until it exists. `bind_host` has no effect then,
+    `master_listen_fd` is closed, and for port 0 a free name is chosen. If the server has a port for the store, for
+    clients on other hosts that cannot enter a named store, `host` and `port` are that port's; not if the server's
+    address is on loopback and the store's is not. With an empty `server` the address is an address.
 
     Raises DistNetworkError if the server cannot be reached or its address or name is in use, StoreTimeoutError if it
     does not reply, DistStoreError if not all ranks have joined in time, and AccessDeniedError if the server refuses the

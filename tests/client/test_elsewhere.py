@@ -6,8 +6,6 @@ import asyncio
 import functools
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ import pytest
 
 import tcpstore_async
 from conformance.frames import READY, auth, check, get, link, ping, set_, wait
-from server.test_persistence import Restarting, calling, waiters
-from support import LIMIT, RawPeer, free_port, tcpstore_relay
+from server.test_persistence import calling, waiters
+from standby import Moving, Replicated, standing_by
+from support import LIMIT, RawPeer, free_port, tcpstore, tcpstore_relay
 from tcpstore_async.auth.tokens import TokenKeys
 from tcpstore_async.base.deadline import Deadline
 from tcpstore_async.base.errors import DistNetworkError
@@ -31,27 +30,6 @@ from tcpstore_async.wire.commands import SERVER_KEY
 pytestmark = pytest.mark.slow
 
 KINDS = ["async", "sync", "relay"]
-
-
-class Moving(Restarting):
-    """A server that ends, and comes back at another port."""
-
-    def start(self) -> None:
-        self.port = free_port()
-        self.options[2] = str(self.port)
-        super().start()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-
-@asynccontextmanager
-async def standing_by(server: str = "", **options: Any) -> AsyncIterator[Any]:
-    """A server that stands by for the one at this address."""
-    async with serve(**options) as standby:
-        standby.links.elsewhere = server
-        yield standby
 
 
 def urls(*ports: int) -> str:
@@ -256,3 +234,53 @@ async def test_a_takeover_is_a_pause(kind: str, tmp_path: Path) -> None:
                 await awaited
                 for each in (store, other, owner):
                     await calling(each)("close")
+
+
+async def test_a_server_of_another_store_ends_no_session(tmp_path: Path) -> None:
+    """It does not know the link, and has another instance; it is asked first, as it was told."""
+    with Moving(tmp_path / "journal") as moving:
+        async with serve() as other, standing_by() as standby:
+            given = Servers(("127.0.0.1", moving.port), ("127.0.0.1", standby.port))
+            async with relay(given.all()) as front:
+                stores = [
+                    await tcpstore_async.AsyncTCPStore._connect(servers, LIMIT, None, False, None, None)
+                    for servers in (given, Servers(("127.0.0.1", front.port)))
+                ]
+                for number, store in enumerate(stores):
+                    assert await store.add("count", 1) == number + 1
+                moving.kill()
+                standby.links.elsewhere = f"127.0.0.1:{other.port}"
+                adding = asyncio.gather(*[store.add("count", 1) for store in stores])
+                while other.accepted < 4:
+                    await asyncio.sleep(0)
+                await asyncio.to_thread(moving.start)
+                standby.links.elsewhere = f"127.0.0.1:{moving.port}"
+                assert sorted(await adding) == [3, 4]
+                assert not other.store.keyspace.values
+                for store in stores:
+                    await store.close()
+
+
+# Commands, and what travels
+
+
+def test_commands(tmp_path: Path) -> None:
+    """They find the server by the one that stands by, and say where it is."""
+    with Replicated(tmp_path / "journal") as replicated:
+        standby = replicated.endpoint.rpartition(",")[2]
+        assert tcpstore("set", "key", "value", "--url", standby).returncode == 0
+        replicated.restart()
+        for url in (standby, f"tcp://{replicated.endpoint}", f"tcp://{replicated.endpoint.replace(',', ',tcp://')}"):
+            done = tcpstore("get", "key", "--url", url)
+            assert (done.returncode, done.stdout) == (0, b"value"), done.stderr
+        found = json.loads(tcpstore("info", "-o", "json", "--url", standby).stdout)
+        assert (found["host"], found["port"]) == ("127.0.0.1", replicated.port)
+        done = tcpstore(
+            "bench", "--url", f"tcp://{replicated.endpoint}", "--ranks", "2", "--ops", "set", "--requests", "4"
+        )
+        assert done.returncode == 0, done.stderr
+        nobody = f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+        done = tcpstore("ping", "--url", nobody)
+        assert (done.returncode, b"Connection refused" in done.stderr) == (4, True)
+        done = tcpstore("record", "--upstream", nobody, "-w", str(tmp_path / "recording"))
+        assert (done.returncode, b"has several servers; give one" in done.stderr) == (2, True)

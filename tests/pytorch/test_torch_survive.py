@@ -12,6 +12,7 @@ import pytest
 from pytorch.test_torch_torchrun import CONF, Job, groups, once
 from pytorch.test_torch_torchrun import job as torchrun_job
 from server.test_persistence import Restarting
+from standby import Replicated
 from support import tcpstore
 from torch_forker import Program
 
@@ -55,9 +56,10 @@ dist.destroy_process_group()
 job = torchrun_job
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Restarting]:
-    with Restarting(tmp_path / "journal") as server:
+@pytest.fixture(params=["at its port", "elsewhere"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Restarting]:
+    """A server that comes back at its port, or at another one, which one that stands by knows."""
+    with (Restarting if request.param == "at its port" else Replicated)(tmp_path / "journal") as server:
         yield server
 
 
@@ -79,7 +81,7 @@ def test_ddp_through_three_kills(server: Restarting) -> None:
     with ExitStack() as stack:
 
         def begin(rank: int) -> Program:
-            program = Program(TRAIN, rank, env={"TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}"})
+            program = Program(TRAIN, rank, env={"TCPSTORE_SERVER_URL": f"tcp://{server.endpoint}"})
             stack.enter_context(program)
             assert program.stdout.readline() == b"begins\n", program.errors()
             return program
@@ -101,8 +103,9 @@ def test_ddp_through_three_kills(server: Restarting) -> None:
 @once
 def test_torchrun_through_kills_in_the_start_and_in_a_restart_of_workers(job: Job, server: Restarting) -> None:
     conf = f"{CONF},is_host=0"  # on the server's own host, an agent would take the port while there is no server
+    job.endpoint = server.endpoint
     first = job.agent("fail", conf=conf)
-    job.until(lambda: b"tcpstore.epoch.job" in tcpstore("keys", "--url", f"tcp://127.0.0.1:{job.port}").stdout)
+    job.until(lambda: b"tcpstore.epoch.job" in tcpstore("keys", "--url", f"tcp://127.0.0.1:{server.port}").stdout)
     server.kill()
     second = job.agent("fail", conf=conf)
     server.start()
@@ -114,6 +117,7 @@ def test_torchrun_through_kills_in_the_start_and_in_a_restart_of_workers(job: Jo
 
 @once
 def test_torchrun_trains_through_three_kills(job: Job, server: Restarting) -> None:
+    job.endpoint = server.endpoint
     agents = [job.agent("hold") for _ in range(2)]
     job.until(lambda: len(job.seen()) == 2)
     for _ in range(3):

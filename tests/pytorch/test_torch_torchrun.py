@@ -81,6 +81,7 @@ class Job:
     def __init__(self, folder: Path, port: int, run_id: str = "job") -> None:
         self.folder = folder
         self.port = port
+        self.endpoint = f"127.0.0.1:{port}"
         self.run_id = run_id
         self.agents: list[Program] = []
 
@@ -98,7 +99,7 @@ class Job:
             HERE / "elastic_agent.py",
             *("--nnodes", nodes),
             *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id),
+            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
             *("--rdzv-conf", conf),
             *(str(HERE / "elastic_worker.py"), str(self.folder), what),
             env={"OMP_NUM_THREADS": "1", **env},

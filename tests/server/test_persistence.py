@@ -63,6 +63,7 @@ class Restarting:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.port = free_port()
+        self.endpoint = f"127.0.0.1:{self.port}"
         self.options = ["serve", "--port", str(self.port), "--persist", str(folder), *options]
         self._listening = listening(self.options)
         self.server: Server = self._listening.__enter__()

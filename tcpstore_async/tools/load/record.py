@@ -20,7 +20,7 @@ from ...cli.context import (
     client_command,
     exit_status,
     keys_store_option,
-    parse_url,
+    parse_one_url,
     tls_client_options,
 )
 from ...cli.listen import announce_ready, listen_options
@@ -40,7 +40,7 @@ from .summary import Summary, summarize
     "--upstream",
     required=True,
     metavar="URL",
-    callback=parse_url,
+    callback=parse_one_url,
     help="Address of the server; tcps://HOST:PORT for TLS.",
 )
 @tls_client_options

@@ -94,8 +94,7 @@ def _described(context: ClientContext) -> dict[str, Any]:
     async def describe(store: AsyncTCPStore) -> dict[str, Any]:
         milliseconds = await ping_milliseconds(store)
         known = {
-            "host": context.host,
-            "port": context.port,
+            **dict(zip(("host", "port"), store._servers.first, strict=True)),
             "num_keys": await store.num_keys(),
             "ping_milliseconds": milliseconds,
         }

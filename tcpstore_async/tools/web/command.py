@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ...base.errors import DistError
-from ...cli.context import url_option
+from ...cli.context import parse_one_url, url_option
 from ...cli.listen import (
     Where,
     announce_ready,
@@ -31,7 +31,7 @@ from ..look.asking import admin_option, find_admin
     help="Address to listen on; port 0 lets the kernel choose one.",
 )
 @admin_option
-@url_option("Address of the server, on this machine.")
+@url_option("Address of the server, on this machine.", parse_one_url)
 @click.option(
     "--same-user",
     is_flag=True,

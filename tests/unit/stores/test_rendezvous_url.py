@@ -61,6 +61,12 @@ def test_an_address_without_brackets() -> None:
             read_tcp(url)
 
 
+def test_several_servers_are_hosted_by_no_rank() -> None:
+    hint = re.escape("set TCPSTORE_SERVER_URL=tcps://a:1,b:2, and let the URL name the store")
+    with pytest.raises(ValueError, match=hint):
+        read_tcp("tcps://a:1,b:2?rank=0&world_size=1")
+
+
 def test_file() -> None:
     assert read_file("file:///a/b?rank=1&world_size=2") == ("/a/b", 1, 2)
 
