@@ -26,7 +26,7 @@ from aiohappyeyeballs import start_connection
 
 from ..auth.secret_files import TlsFiles
 from ..base.addresses import format_address, is_loopback
-from ..base.deadline import MIN_ROUND_TRIP, Deadline, backoff
+from ..base.deadline import MIN_ROUND_TRIP, Deadline
 from ..base.errors import (
     AccessDeniedError,
     ConnectionDeniedError,
@@ -188,7 +188,7 @@ class _Tries:
         self._may_pass = False
         self._round = self.servers.round()
         self.host, self.port = next(self._round)
-        wait = backoff(self._failures)
+        wait = self.servers.pause(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
 
     def reached(self) -> None:

@@ -9,9 +9,12 @@ tries each address once, whatever is told meanwhile, so servers that name each o
 from collections.abc import Iterator
 from typing import Final
 
+from ..base.deadline import backoff
 from .server_url import Address, ServerUrl, parse_server_url
 
 _MOST_TOLD: Final = 8
+
+_LONGEST_PAUSE: Final = 0.5
 
 
 class StandsByError(ConnectionError):
@@ -54,6 +57,10 @@ class Servers:
         known = self.all()
         if server == self.first:
             self.first = known[(known.index(server) + 1) % len(known)]
+
+    def pause(self, failures: int) -> float:
+        """Return the seconds to wait behind so many rounds: not long if another server may soon serve."""
+        return backoff(failures, longest=_LONGEST_PAUSE) if len(self.all()) > 1 else backoff(failures)
 
     def round(self) -> Iterator[Address]:
         """Yield each address once, also those that are told meanwhile."""

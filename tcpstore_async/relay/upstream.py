@@ -19,7 +19,6 @@ from typing import Final
 
 from ..auth.secret_files import TlsFiles
 from ..base.addresses import format_address
-from ..base.deadline import backoff
 from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..client import requests
 from ..client.connect import leaves_host, open_connection, transfer
@@ -130,7 +129,7 @@ class Upstream:
                     self.relay.close_waiting(_WAITING_SECONDS)
                 self.relay.wait_if_direct()
                 if failures > 0:
-                    await asyncio.sleep(backoff(failures))
+                    await asyncio.sleep(self.servers.pause(failures))
         finally:
             self._cancel_giving_up()
 

@@ -154,7 +154,7 @@ class Session(Peer):
         self._let_go()
         hub = store.hub
         if hub.auth.granted:  # not before, so that what goes back to the store is counted
-            store.guards.revoke(self)
+            self.store.guards.revoke(self)  # it may just have been let into another store
         if hub.evicted:
             hub.evicted.pop(self, None)
         if hub.on_leave is not None:
