@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from ..auth.secret_files import TlsFiles
-from ..base.deadline import Deadline, backoff
+from ..base.deadline import Deadline
 from ..base.errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..links.single_client import ClientSingleLink
 from ..wire.commands import BY_METHOD
@@ -107,12 +107,12 @@ def _resuming(
             if error.final:
                 raise
             # The broken connection counts for the token until the server notices its end.
-            pause = _pause(attempts, deadline, error)
+            pause = _pause(servers.pause(attempts), deadline, error)
         except (OSError, asyncio.TimeoutError) as error:
             if peer is None:
                 raise  # refused
             peer.close()
-            pause = _pause(attempts, deadline, error)
+            pause = _pause(servers.pause(attempts), deadline, error)
         except BaseException:
             if peer is not None:
                 reset_when_closed(peer, wanted())  # of a store that is being closed, the session ends at once
@@ -121,12 +121,11 @@ def _resuming(
         yield pause
 
 
-def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
-    """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
+def _pause(wait: float, deadline: Deadline, error: Exception) -> float:
+    """Return the seconds until the next attempt, which may wait. Raises DistNetworkError if there is none."""
     left = deadline.left()
     if left == 0.0:
         raise DistNetworkError(f"the session could not be resumed: {reason_of(error) or 'no answer'}") from None
-    wait = backoff(failures)
     return wait if left is None else min(wait, left)
 
 
