@@ -32,6 +32,9 @@ _KNOWN_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 1.0
 """Time for which clients wait for a server that may take the epoch."""
 
+_PATIENCE: Final = 2.0
+"""Seconds behind the end of the lease for which connections are kept: etcd may only be electing a leader."""
+
 _LOOK_SECONDS: Final = 0.1
 """Time between two looks whether the lease is held."""
 
@@ -152,15 +155,16 @@ class Replica:
         """Close the connections of a server that may no longer hold the epoch: their clients look for another."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            late = time.monotonic() >= self.etcd.certain_until
-            if late and self.etcd.lost():
+            if self.etcd.lost():
                 self.over.set()
+            late = time.monotonic() >= self.etcd.certain_until + _PATIENCE
             if late != server.cut_off:
                 why = "etcd has not answered for so long that another server may serve" if late else ""
                 server.store.hub.why_held = why
                 log.warning("%s", f"{why}: closing all connections" if late else "etcd answers again")
                 if late:
                     server.cut()
+                    server.break_all()
                 server.cut_off = late
 
     # Standing by

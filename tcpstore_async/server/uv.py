@@ -79,8 +79,6 @@ class Connection(Transport):
         """Whether the peer sends no more: read to the end, as no further event will be reported."""
         self.queued = False
         """Whether reading is deferred to a later turn, or until the disk has space: nothing else may read meanwhile."""
-        self.cut = False
-        """Whether it was closed for its peer, and not by it: it has broken."""
         self.ended = False
         """Whether nothing more is read: the connection lasts only until its unsent bytes are sent."""
 
@@ -250,7 +248,7 @@ class Connection(Transport):
 
     def lost(self, error: OSError) -> None:
         """Close after an error."""
-        self._close(self.cut or error.errno != errno.EPIPE)  # EPIPE only follows the peer's own close
+        self._close(self.server.broken or error.errno != errno.EPIPE)  # EPIPE only follows the peer's own close
 
     def close(self) -> None:
         self._close(False)
@@ -287,7 +285,7 @@ class Connection(Transport):
 
     def _end(self) -> None:
         """Read no more; close once the unsent bytes are sent."""
-        if self.cut:
+        if self.server.broken:
             self._close(True)
             return
         if self._behind():
@@ -553,6 +551,10 @@ class UvServer(base.Server):
         self._postponed_calls: list[Callable[[], object]] = []
         self._arrived: list[tuple[int, str, int, NamedStore | None]] = []
         """What was accepted meanwhile."""
+        self.broken = False
+        """Whether all connections have broken, whatever the kernel says of each."""
+        self._breaks = False
+        """Whether `break_all` is to be done."""
         self.cut_off = False
         """Whether another server may serve by now: connections are closed at once, without a trace in the stores."""
 
@@ -585,7 +587,20 @@ class UvServer(base.Server):
             self.turn.stands = False
             self.loop.call_soon(self._go_on)
 
+    def break_all(self) -> None:
+        """Go on as behind a restart, once what has happened is durable: all connections that `cut` has closed broke."""
+        if self.committing:
+            self._breaks = True
+        elif self.persistence is not None:
+            self._breaks = False
+            with self.turn:
+                self.persistence.break_all(self.break_off)
+                self.flush_pending()
+            self.broken = False
+
     def _go_on(self) -> None:
+        if self._breaks:
+            self.break_all()
         calls, self._postponed_calls = self._postponed_calls, []
         for callback in calls:
             self.call_soon(callback)
@@ -599,10 +614,9 @@ class UvServer(base.Server):
 
     def cut(self) -> None:
         """Close all connections for their peers, at once. What that means for the stores happens later."""
-        self.cut_off = True
+        self.cut_off = self.broken = True
         for connection in self.open_connections():
             if isinstance(connection, Connection) and connection.fd >= 0:
-                connection.cut = True
                 with socket.socket(fileno=os.dup(connection.fd)) as peer, suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
 
