@@ -98,6 +98,9 @@ class Server:
         line = self.process.stdout.readline()
         assert line, (self.folder / "server.log").read_text()[-3000:]
 
+    def settle(self) -> None:
+        """Bring back what the last end has ended besides."""
+
     def kill(self) -> None:
         with self.process:
             self.process.kill()
@@ -332,6 +335,7 @@ async def kill(
         await asyncio.sleep(rest + load.rng.random() * 0.6)
         if ends():
             break
+        await asyncio.to_thread(server.settle)
         began = time.monotonic()
         if elsewhere:
             await asyncio.to_thread(server.kill)

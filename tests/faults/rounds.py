@@ -97,7 +97,7 @@ class Replicated:
         self.fault()
 
     def ready(self) -> None:
-        """Wait until there is a standby again, so that the next fault finds one."""
+        """Wait for nothing: the load does."""
 
     def settle(self) -> None:
         """Start what has ended."""
@@ -157,21 +157,13 @@ class Replicated:
 FAULTS = ("server", "term", "stopped", "leader", "both", "member", "majority")
 
 
-class Rests(Replicated):
-    """Between two faults, everything is there again."""
-
-    def restart(self) -> None:
-        self.settle()
-        super().restart()
-
-
 def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
     """Run a load during which a fault happens so often; return what was seen."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         env = {**os.environ, "TCPSTORE_RELAY": "0"}
         etcd = stack.enter_context(cluster(program))
-        servers = Rests(folder, etcd, fault, env)
+        servers = Replicated(folder, etcd, fault, env)
         stack.callback(servers.close)
         relayed, _ = stack.enter_context(relay(folder, servers.url, env))
         try:
