@@ -71,7 +71,7 @@ class Holder(msgspec.Struct):
     version: str
     replay: int
     id: str
-    """Random, of a process and what it does between two times as a standby."""
+    """Random: another one for each process, and whenever that becomes a standby again."""
 
 
 class Standby(Holder):
