@@ -22,12 +22,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def programs() -> list[str]:
-    """Return each etcd that is there, or the one that $ETCD names. `make etcd` installs them."""
-    wanted = os.environ.get("ETCD") or shutil.which("etcd")
-    return [
-        *([wanted] if wanted else []),
-        *(map(str, ROOT.glob("build/etcd/*/etcd")) if "ETCD" not in os.environ else ()),
-    ]
+    """Return the etcd that $ETCD names, or those that `make etcd` has fetched, or else the one that is installed."""
+    wanted = os.environ.get("ETCD")
+    if wanted:
+        return [wanted]
+    installed = shutil.which("etcd")
+    return sorted(map(str, ROOT.glob("build/etcd/*/etcd"))) or ([installed] if installed else [])
 
 
 class Cluster:

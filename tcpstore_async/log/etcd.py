@@ -72,7 +72,7 @@ class Holder(msgspec.Struct):
     version: str
     replay: int
     id: str
-    """Random, of a process and what it does between two times as a standby."""
+    """Random: another one for each process, and whenever that becomes a standby again."""
 
 
 class Standby(Holder):
@@ -358,11 +358,15 @@ class EtcdLog:
     def _keep(self, epoch: _Epoch) -> None:
         pause = epoch.ttl / 4
         while not epoch.ended.wait(pause):
+            pause = PAUSE
             try:
-                pause = epoch.ttl / 4 if self._renew(epoch) else PAUSE
+                if self._renew(epoch):
+                    pause = epoch.ttl / 4
             except UnavailableError:
-                pause = PAUSE
-            except (Closed, JournalError):  # such as that the user may not do this any more: the lease ends
+                pass
+            except (JournalError, LeaseGoneError):  # such as that the user may not do this: `append` says so
+                pause = epoch.ttl / 4
+            except Closed:
                 return
 
     def _renew(self, epoch: _Epoch) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import secrets
 import signal
@@ -27,7 +28,7 @@ from tcpstore_async.log.etcd_client import UnavailableError
 from tcpstore_async.log.records import Snapshot
 from tls.certificates import certificates
 
-pytestmark = [pytest.mark.slow, pytest.mark.interpreted("what is compiled is not under test")]
+pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted("nothing of this is compiled")]
 
 PROGRAMS = etcd_cluster.programs()
 if not PROGRAMS:
@@ -158,6 +159,43 @@ def test_records_are_read_in_order_and_joined(logs: Logs) -> None:
     assert max(late.batches) > 1
     assert leader.read_rest(len(wanted)) == []
     assert early.error is late.error is None
+
+
+def test_a_number_is_written_once(logs: Logs) -> None:
+    leader = logs.leading()
+    for _ in range(2):
+        leader.append(0, b"0")
+        leader.append(1, LARGE)
+    with pytest.raises(Deposed):
+        leader.append(0, b"another")
+    assert leader.read_rest(0) == [b"0", LARGE]
+
+
+def test_what_comes_again_is_followed_once(logs: Logs) -> None:
+    """A record that was removed, and an attempt to append it that has taken long."""
+    leader = logs.leading()
+    with following(logs.make()) as watching:
+        leader.append(0, b"0")
+        until(lambda: watching.records)
+        client = leader._client
+        (found,) = leader._ranges([client.get(leader._record(0))])
+        client.txn([], [client.delete(leader._record(0))])
+        client.txn([], [client.put(leader._record(0), found.kvs[0].value)])
+        leader.append(1, b"1")
+        until(lambda: len(watching.records) > 1)
+    assert watching.records == [b"0", b"1"]
+
+
+def test_what_comes_too_early_is_not_followed(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcpstore_async.log.etcd_client._WATCHED", math.inf)
+    leader = logs.leading()
+    with following(logs.make()) as watching:
+        leader.append(0, b"0")
+        until(lambda: watching.records)
+        leader.append(2, b"2")
+        watching.join()
+    assert watching.records == [b"0"]
+    assert isinstance(watching.error, JournalError)
 
 
 def test_an_append_whose_answer_is_lost_is_not_doubled(cluster: Cluster, logs: Logs) -> None:
@@ -315,6 +353,40 @@ def test_the_lease_is_kept_alive_and_ends_with_its_server(logs: Logs) -> None:
     assert first.lost()
     assert first.certain_until == 0
     until(second.take_epoch)
+
+
+def test_a_lease_that_has_ended_takes_no_epoch(logs: Logs) -> None:
+    log = logs.make()
+    log.open({})
+    client = log._client
+    grant = client.grant
+
+    def granted(ttl: int, limit: float = LIMIT) -> tuple[int, int]:
+        lease, ttl = grant(ttl, limit)
+        client.revoke(lease, LIMIT)
+        return lease, ttl
+
+    client.grant = granted  # type: ignore[method-assign]
+    assert not log.take_epoch()
+    assert log.lost()
+
+
+def test_the_lease_is_kept_alive_however_often_that_is_refused(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = logs.make()
+    leader.open({})
+    renew = leader._renew
+    refusals: list[Exception] = [JournalError("no"), UnavailableError("no")]
+
+    def refused(epoch: Any) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return renew(epoch)
+
+    monkeypatch.setattr(leader, "_renew", refused)
+    assert leader.take_epoch()
+    before = leader.certain_until
+    until(lambda: leader.certain_until > before)
+    assert not refusals
 
 
 def test_an_epoch_that_was_removed_is_noticed(logs: Logs) -> None:
