@@ -172,8 +172,9 @@ async def test_a_rank_whose_server_ends_while_it_waits_for_its_store(how: Any, m
         async with serve() as first, serve() as second:
             owner = await opened("sync", urls(second.port), "127.0.0.1", is_master=True)
             servers = Servers(("127.0.0.1", first.port), silent.getsockname(), ("127.0.0.1", second.port))
-            entering = asyncio.ensure_future(called(how, servers, Deadline(LIMIT), name=StoreName(name_of("127.0.0.1", 1))))
-            while name_of("127.0.0.1", 1) not in first.named.waiting:
+            name = StoreName(name_of("127.0.0.1", 1))
+            entering = asyncio.ensure_future(called(how, servers, Deadline(LIMIT), name=name))
+            while name.name not in first.named.waiting:
                 await asyncio.sleep(0)
             first.stop()
             peer, _ = await entering
