@@ -145,7 +145,7 @@ class _Tries:
 
     def step_limit(self) -> float | None:
         """Return the seconds for the next step of an attempt; None if it may take as long as the attempt."""
-        if self.name is not None and (self.name.unresolved or self.name.asked):
+        if self.name is not None and self.name.asked:
             return _LOOK_UP_AGAIN if self.name.unresolved else None
         return None if len(self.servers.all()) == 1 else _PATIENCE * 2.0 ** min(self._failures, 10)
 
@@ -164,6 +164,8 @@ class _Tries:
         cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
         if cause == NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
+        if self.name is not None:
+            self.name.asked = False  # by the next attempt, so far
         if cause != NO_ANSWER or not self._short or here not in self._causes:
             self._causes[here] = cause  # a short attempt times out whatever is wrong
         untrusted = isinstance(error, TlsFailed) and error.final

@@ -23,6 +23,7 @@ from tcpstore_async.client import connect as connecting
 from tcpstore_async.client.connect import connect, connect_blocking
 from tcpstore_async.client.server_url import parse_server_url
 from tcpstore_async.client.servers import Servers, StandsByError
+from tcpstore_async.client.store_name import StoreName, name_of
 from tcpstore_async.relay.running import relay
 from tcpstore_async.serving import serve
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -44,8 +45,8 @@ async def opened(kind: str, url: str, name: str = "job", **given: Any) -> Any:
     return await asyncio.to_thread(make)
 
 
-async def called(how: Any, *given: Any) -> Any:
-    return await (how(*given) if how is connect else asyncio.to_thread(how, *given))
+async def called(how: Any, *given: Any, **named: Any) -> Any:
+    return await (how(*given, **named) if how is connect else asyncio.to_thread(how, *given, **named))
 
 
 # The server
@@ -161,6 +162,25 @@ async def test_a_server_that_does_not_answer_delays_only_a_little(monkeypatch: p
                 peer, _ = await called(how, servers, Deadline(LIMIT))
                 peer.close()
                 assert servers.first == ("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize("how", [connect, connect_blocking])
+async def test_a_rank_whose_server_ends_while_it_waits_for_its_store(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer delays it as little as before."""
+    monkeypatch.setattr(connecting, "_PATIENCE", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with serve() as first, serve() as second:
+            owner = await opened("sync", urls(second.port), "127.0.0.1", is_master=True)
+            servers = Servers(("127.0.0.1", first.port), silent.getsockname(), ("127.0.0.1", second.port))
+            name = StoreName(name_of("127.0.0.1", 1))
+            entering = asyncio.ensure_future(called(how, servers, Deadline(LIMIT), name=name))
+            while name.name not in first.named.waiting:
+                await asyncio.sleep(0)
+            first.stop()
+            peer, _ = await entering
+            peer.close()
+            assert servers.first == ("127.0.0.1", second.port)
+            await calling(owner)("close")
 
 
 async def test_one_attempt_is_one_at_each() -> None:
