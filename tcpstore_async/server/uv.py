@@ -582,7 +582,10 @@ class UvServer(base.Server):
     def committed(self) -> None:
         """Send what had to be durable first, and soon go on with what was postponed. Outside of a turn."""
         self.committing = False
-        self._write_held()
+        if self._breaks:  # before writing finds that out for one connection after the other
+            self.break_all()
+        else:
+            self._write_held()
         if not self.committing:  # else something has happened that was not postponed
             self.turn.stands = False
             self.loop.call_soon(self._go_on)
@@ -599,8 +602,6 @@ class UvServer(base.Server):
             self.broken = False
 
     def _go_on(self) -> None:
-        if self._breaks:
-            self.break_all()
         calls, self._postponed_calls = self._postponed_calls, []
         for callback in calls:
             self.call_soon(callback)

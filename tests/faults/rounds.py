@@ -2,8 +2,8 @@
 
     python tests/faults/rounds.py --fault serving --rounds 20 [--seed 1]
 
-Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1 if
-anything was wrong.
+Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1
+if anything was wrong.
 """
 
 from __future__ import annotations

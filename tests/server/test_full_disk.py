@@ -31,6 +31,7 @@ from tcpstore_async.base.errors import StoreTimeoutError
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.log.journal import Journal
+from tcpstore_async.server.persistence import JournalPersistence
 from tcpstore_async.server.poller import make_poller
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.session.store import EVERYTHING, WRITES
@@ -71,7 +72,7 @@ async def served(disk: Disk, **more: Any) -> AsyncIterator[UvServer]:
 
 
 def journal_of(server: UvServer) -> Journal:
-    assert server.persistence is not None
+    assert isinstance(server.persistence, JournalPersistence)
     return server.persistence.journal
 
 

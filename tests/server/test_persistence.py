@@ -48,6 +48,7 @@ from tcpstore_async.log.encoding import JournalError, encode
 from tcpstore_async.log.events import OPENED, RECEIVE, Event, Reference
 from tcpstore_async.log.journal import Journal, read_records, segments_of, snapshots_of
 from tcpstore_async.log.records import Reader
+from tcpstore_async.server.persistence import JournalPersistence
 from tcpstore_async.serving import serve
 from tcpstore_async.wire.commands import BY_METHOD
 from tcpstore_async.wire.values import unpack
@@ -518,7 +519,7 @@ async def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """What comes meanwhile waits in the kernel. However much that is, a record has little of it, and so has memory."""
     sizes = []
     async with serve(persist=tmp_path / "journal", sync="always") as server:
-        assert server.persistence is not None
+        assert isinstance(server.persistence, JournalPersistence)
         append = server.persistence.journal.append
 
         def slowly(now: float, outputs: int, events: bytes) -> None:

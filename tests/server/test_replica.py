@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from memory_log import Memory, MemoryLog
 from support import HANDSHAKE, LIMIT, u64
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.log import records as records_module
+from tcpstore_async.log.encoding import JournalError
 from tcpstore_async.log.etcd import Holder
 from tcpstore_async.log.records import REPLAY, alone
 from tcpstore_async.server import replica as replica_module
@@ -66,7 +68,8 @@ class Process:
         found = ""
         while found != role:
             told = asyncio.ensure_future(self.roles.get())
-            await asyncio.wait([told, self._entering], timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [told, self._entering]
+            await asyncio.wait(either, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
             if not told.done():
                 told.cancel()
                 await self._entering
@@ -172,7 +175,7 @@ async def _pass_the_loop(count: int = 20) -> None:
 
 
 async def test_nothing_leaves_before_its_record_is_appended() -> None:
-    async with processes(1) as (memory, (one,)):
+    async with processes(1) as (_memory, (one,)):
         peer, other = one.peer(), one.peer()
         assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
         assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(1)
@@ -193,7 +196,7 @@ async def test_nothing_leaves_before_its_record_is_appended() -> None:
 
 
 async def test_waits_that_end_meanwhile() -> None:
-    async with processes(1) as (memory, (one,)):
+    async with processes(1) as (_memory, (one,)):
         waiter, peer, third = one.peer(), one.peer(), one.peer()
         assert await waiter.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
         assert await third.ask(HANDSHAKE + add(b"n", 1), 8) == u64(2)
@@ -273,7 +276,7 @@ async def test_a_server_that_is_cut_off_closes_connections_and_goes_on_where_it_
 
 
 async def test_handing_over() -> None:
-    async with processes(2) as (memory, (one, two)):
+    async with processes(2) as (_memory, (one, two)):
         peer = one.peer()
         assert await peer.ask(HANDSHAKE + set_(b"key", b"value") + add(b"n", 7), 8) == u64(7)
         assert one.server.on_promote is not None
@@ -338,7 +341,7 @@ async def test_another_version_begins_with_a_snapshot_only(monkeypatch: pytest.M
 
 
 async def test_stores_that_end_for_good_are_not_continued() -> None:
-    async with processes(2) as (memory, (one, two)):
+    async with processes(2) as (_memory, (one, two)):
         peer = one.peer()
         assert await peer.ask(HANDSHAKE + add(b"n", 7), 8) == u64(7)
         await one.server.dismiss()
@@ -354,5 +357,5 @@ def test_a_record_alone_is_whole_or_refused() -> None:
     record = alone(chain.record(1.0, 2, b"events"))
     assert records_module.read_alone(record, records_module.Chain()).events == b"events"
     for data in (record[:-1], record[:20], record[:-1] + b"x"):
-        with pytest.raises(records_module.JournalError):
+        with pytest.raises(JournalError):
             records_module.read_alone(data, records_module.Chain())

@@ -77,7 +77,7 @@ def asked(url: str) -> tuple[int, str]:
 
 
 def test_a_life(etcd: Cluster) -> None:
-    """One serves, the other stands by; kill -9, `promote` and SIGTERM: a job goes on, and each server says where it is."""
+    """One serves, the other stands by; kill -9, `promote`, SIGTERM: a job goes on, and each says where it stands."""
     http = free_port()
     one, two = Process(etcd, "life"), None
     try:
