@@ -53,6 +53,7 @@ RESUMED: Final = "resumed"
 UNKNOWN: Final = "unknown"
 LINK_REFUSED: Final = "refused"
 ELSEWHERE: Final = "elsewhere"
+"""Has no `LinkReply`, but a member `server`: our clients do not send LINK to a server whose identity says the same."""
 
 
 class LinkReply(msgspec.Struct, frozen=True):
@@ -69,8 +70,11 @@ class LinkReply(msgspec.Struct, frozen=True):
     """Why the link was refused."""
     durable: bool = False
     """Whether the server, if it comes back, knows the link: an orderly end and a refusal are breaks, too."""
+<<<<<<< HEAD
     server: str | msgspec.UnsetType = msgspec.UNSET
     """With ELSEWHERE only: the address of the server that serves; empty if none does at the moment."""
+=======
+>>>>>>> elsewhere
 
 
 class Link(Resumable):

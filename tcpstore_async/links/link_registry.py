@@ -72,7 +72,7 @@ class LinkRegistry(LinkWork):
     def open(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
         """Execute LINK: make the connection of a session a link, or a link's next connection; return the reply."""
         if self.elsewhere is not None:
-            return pack(msgspec.json.encode(LinkReply(ELSEWHERE, server=self.elsewhere)))
+            return pack(msgspec.json.encode({"status": ELSEWHERE, "server": self.elsewhere}))
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or session.state != IDLE:

@@ -378,16 +378,16 @@ async def run(
     clients: list[Client] = []
     for port in ports:
         direct = port == server.port
-        more: dict[str, Any] = {"timeout": TIMEOUT, "tls": None if direct else False}
+        options: dict[str, Any] = {"timeout": TIMEOUT, "tls": None if direct else False}
         if named:
-            more = {"timeout": TIMEOUT, "server": url if direct else f"tcp://127.0.0.1:{port}"}
+            options = {"timeout": TIMEOUT, "server": url if direct else f"tcp://127.0.0.1:{port}"}
         at = 1 if named else port
         for number in range(14):
             where = f"{'direct' if direct else 'relayed'}/{number}"
             if number % 3:
-                store: Any = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", at, **more)
+                store: Any = await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", at, **options)
             else:
-                store = await asyncio.to_thread(functools.partial(tcpstore_async.TCPStore, "127.0.0.1", at, **more))
+                store = await asyncio.to_thread(functools.partial(tcpstore_async.TCPStore, "127.0.0.1", at, **options))
             clients.append(Client(store, where))
     for call in clients:  # from its first call on, a store survives its connection
         await call("num_keys")
