@@ -57,7 +57,7 @@ class MemoryLog:
         if self._closed:
             raise JournalError("closed")
 
-    def open(self, settings: dict[str, str]) -> str:
+    def open(self, settings: dict[str, str], limit: float) -> str:
         with self.memory.changed:
             self._wait()
             if self.memory.instance is None:

@@ -70,11 +70,6 @@ class LinkReply(msgspec.Struct, frozen=True):
     """Why the link was refused."""
     durable: bool = False
     """Whether the server, if it comes back, knows the link: an orderly end and a refusal are breaks, too."""
-<<<<<<< HEAD
-    server: str | msgspec.UnsetType = msgspec.UNSET
-    """With ELSEWHERE only: the address of the server that serves; empty if none does at the moment."""
-=======
->>>>>>> elsewhere
 
 
 class Link(Resumable):

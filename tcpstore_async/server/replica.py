@@ -8,6 +8,7 @@ told who serves, if anybody does.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -22,6 +23,9 @@ from .replication import SNAPSHOT_BYTES, Replication
 from .uv import UvServer
 
 log = logging.getLogger("tcpstore_async.server")
+
+_OPEN_SECONDS: Final = 10.0
+"""Time for etcd to answer for the first time. Later, it is waited for."""
 
 _RETRY_SECONDS: Final = 0.5
 """Time between two attempts to follow a log that another version writes."""
@@ -64,6 +68,7 @@ class Replica:
         self.server: UvServer | None = None
         """The one that accepts connections."""
         self._settings = settings
+        self._limit = _OPEN_SECONDS
         self._make = make
         self._looking = looking
         self._announce = announce
@@ -200,13 +205,14 @@ class Replica:
         """Follow the log until the epoch is ours, and everything is read."""
         said = ""
         while True:
-            instance = await asyncio.to_thread(self.etcd.open, self._settings)
+            instance = await asyncio.to_thread(self.etcd.open, self._settings, self._limit)
+            self._limit = math.inf
             server = self._make(instance)
             replication = Replication(server.engine(), server.links, server.turn, self.etcd)
             try:
                 await asyncio.to_thread(replication.begin)
                 ours = await self._until_ours(replication)
-                if ours and await asyncio.to_thread(self.etcd.open, self._settings) == instance:
+                if ours and await asyncio.to_thread(self.etcd.open, self._settings, self._limit) == instance:
                     rest = partial(self._read_rest, replication)
                     await asyncio.to_thread(rest)
                     return server, replication
@@ -219,6 +225,7 @@ class Replica:
                 if str(error) != said:
                     said = str(error)
                     log.warning("cannot follow the log until there is a snapshot: %s", error)
+                await asyncio.to_thread(self.etcd.resign)
                 await asyncio.sleep(_RETRY_SECONDS)
             except BaseException:
                 await asyncio.to_thread(self.etcd.resign)
