@@ -5,11 +5,9 @@ import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 
-from ..auth.secret_files import TlsFiles
 from ..auth.tokens import TokenFiles
 from ..base.errors import DistError
 from ..base.limits import Limits
@@ -17,7 +15,6 @@ from ..client.admin import ask
 from ..log.encoding import JournalError
 from ..server import admin_path
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
-from ..server.etcd_options import EtcdOptions
 from ..server.handover import SECONDS, receive
 from ..server.http_process import listen_for_http
 from ..server.listen_socket import DEFER_ACCEPT
@@ -25,6 +22,7 @@ from ..server.store_ports import ANY, NONE
 from ..serving import PROCESS, SYNCS, JournalLost, build, run, run_loop, serve_owner
 from ..session.auth import ALL, REMOTE
 from ..session.identity import THREADED
+from .etcd import etcd_options, parse_etcd, to_etcd
 from .listen import (
     Where,
     announce_ready,
@@ -70,18 +68,6 @@ def _parse_ports(ctx: click.Context, param: click.Parameter, text: str) -> range
     if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535:
         return range(int(first), int(last) + 1)
     raise click.BadParameter(f"{text!r} is not of the form FIRST-LAST, any or 0", ctx, param)
-
-
-def _parse_etcd(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
-    """Return the URLs of etcd's members."""
-    urls = [] if text is None else [url.strip() for url in text.split(",")]
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT or https://HOST:PORT", ctx, param)
-    if len({urlsplit(url).scheme for url in urls}) > 1:
-        raise click.BadParameter("either all URLs begin with https://, or none", ctx, param)
-    return urls
 
 
 @click.command()
@@ -169,18 +155,13 @@ def _parse_etcd(ctx: click.Context, param: click.Parameter, text: str | None) ->
 @click.option(
     "--etcd",
     metavar="URL[,URL…]",
-    callback=_parse_etcd,
+    callback=parse_etcd,
     help="Keep the stores in etcd, together with other servers that have the same --etcd: one serves, and when it, or "
     "its host, dies, another one goes on. Ranks behind relays, and clients of this package, only notice a pause. Needs "
     "pip install 'tcpstore-async[etcd]'.",
 )
 @click.option("--store-name", metavar="NAME", help="Name of these stores in that etcd.  [default: default]")
-@click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificates, for https:// URLs.")
-@click.option("--etcd-cert", metavar="FILE", help="Certificate to present to etcd; needs --etcd-key.")
-@click.option("--etcd-key", metavar="FILE", help="Its key.")
-@click.option(
-    "--etcd-user", metavar="NAME:PASSWORD", envvar="TCPSTORE_ETCD_USER", show_envvar=True, help="User of etcd."
-)
+@etcd_options
 @click.option(
     "--admin",
     metavar="PATH",
@@ -285,10 +266,7 @@ def serve(
         raise click.UsageError("--replace needs --persist.")
     if replace and (listen_fd is not None or admin == ""):
         raise click.UsageError("--replace needs the admin socket, and cannot be used with --listen-fd.")
-    if not etcd and (store_name or etcd_ca or etcd_cert or etcd_key):
-        raise click.UsageError("--store-name, --etcd-ca, --etcd-cert and --etcd-key need --etcd.")
-    if bool(etcd_cert) != bool(etcd_key):
-        raise click.UsageError("--etcd-cert and --etcd-key must be given together.")
+    replicated = to_etcd(etcd, store_name, etcd_ca, etcd_cert, etcd_key, etcd_user)
     if etcd and (persist is not None or owner_pid is not None):
         raise click.UsageError("--etcd cannot be used with --persist or --owner-pid.")
     if require_tls and not tls_cert:
@@ -361,22 +339,13 @@ def serve(
             store_ports=store_ports,
             persist=persist,
             sync=sync,
-            etcd=_etcd_options(etcd, store_name, etcd_ca, etcd_cert, etcd_key, etcd_user),
+            etcd=replicated,
         )
         run_loop(running)
     except JournalLost as error:
         fail(error, log_format, 74)
     except (DistError, JournalError) as error:
         fail(error, log_format)
-
-
-def _etcd_options(
-    urls: list[str], name: str | None, ca: str | None, cert: str | None, key: str | None, user: str | None
-) -> EtcdOptions | None:
-    if not urls:
-        return None
-    tls = TlsFiles(ca or "", cert or "", key or "") if urls[0].startswith("https:") else None
-    return EtcdOptions(urls, name or "default", tls, user or "")
 
 
 def _take_over(persist: Path, admin: str | None, port: int) -> int | None:

@@ -289,6 +289,10 @@ class EtcdClient:
         version: str = self.call("Status", self._api.StatusRequest(), limit).version
         return version
 
+    def status(self, member: int, timeout: float) -> Any:
+        """Return what a member says of itself. Raises UnavailableError, Closed, JournalError."""
+        return self.attempt(member, "Status", self._api.StatusRequest(), timeout)
+
     def watch(self, revision: int, *ranges: tuple[bytes, bytes, bool]) -> "Watch":
         """Watch keys from a revision on: of each range its begin and end, and whether deletions count."""
         api = self._api

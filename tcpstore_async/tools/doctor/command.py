@@ -16,6 +16,7 @@ from ...cli.context import (
     tls_client_options,
     token_file_option,
 )
+from ...cli.etcd import etcd_options, parse_etcd, to_etcd
 from ...cli.output import escape, print_json, print_result
 from ...client.server_url import ServerUrl
 from ...client.url_variables import COMMANDS_URL
@@ -52,12 +53,19 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     help=f"Port for a server on this machine.  [default: {DEFAULT_PORT}; none with --url]",
 )
 @click.option(
+    "--etcd",
+    metavar="URL[,URL…]",
+    callback=parse_etcd,
+    help="Check the etcd with these members, in which servers are to keep their stores.",
+)
+@etcd_options
+@click.option(
     "--timeout",
     type=float,
     default=5.0,
     show_default=True,
     callback=parse_seconds,
-    help="Timeout in seconds for each name lookup, and for the server.",
+    help="Timeout in seconds for each name lookup, and for each answer of the server or etcd.",
 )
 @tls_client_options
 @token_file_option
@@ -66,6 +74,11 @@ def doctor_command(
     ranks: int,
     url: ServerUrl | None,
     port: int | None,
+    etcd: list[str],
+    etcd_ca: str | None,
+    etcd_cert: str | None,
+    etcd_key: str | None,
+    etcd_user: str | None,
     timeout: float,
     output: str,
     tls_ca: str,
@@ -77,7 +90,7 @@ def doctor_command(
 
     Each check is ok, warn (works, but badly or not everywhere), fail (a job of N ranks will not start) or skip (cannot
     be checked on this system). For each problem, a command that fixes it is shown. Nothing is changed, and nothing but
-    the resolver and the server at --url is contacted.
+    the resolver, the server at --url and etcd is contacted; a key below /tcpstore/doctor is written there, and removed.
 
     Exit status: 0 if no check fails, 1 otherwise.
     """
@@ -86,6 +99,7 @@ def doctor_command(
     from .server import Way
 
     findings: list[Finding] = []
+    keeping = to_etcd(etcd, None, etcd_ca, etcd_cert, etcd_key, etcd_user)
     if port is None and url is None:
         port = DEFAULT_PORT
     seconds = timeout if timeout > 0 else SECONDS
@@ -93,7 +107,7 @@ def doctor_command(
     if url is not None:
         context = ClientContext(url, seconds, output, TlsFiles(tls_ca, tls_cert, tls_key), token_file)
         way = Way(url.host, url.port, context.connect)
-    for finding in examine(Machine(), ranks, port, way, seconds):
+    for finding in examine(Machine(), ranks, port, way, seconds, keeping):
         findings.append(finding)
         if output == "text":
             print_result(escape(f"{finding.status:<{_INDENT}}{finding.check:<{_COLUMN}}{finding.text}"))

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from ...server.etcd_options import EtcdOptions
 from ...server.port_holder import PROC, Holder, find_holder
 from . import job, kernel, names, server
 from .deadline import TooSlow, within
+from .etcd import check_etcd
 from .finding import SKIP, WARN, Finding
 
 SECONDS: Final = 5.0
@@ -62,12 +64,17 @@ def _read(path: Path) -> str:
 
 
 def examine(
-    machine: Machine, ranks: int, port: int | None, way: server.Way | None, seconds: float = SECONDS
+    machine: Machine,
+    ranks: int,
+    port: int | None,
+    way: server.Way | None,
+    seconds: float = SECONDS,
+    etcd: EtcdOptions | None = None,
 ) -> Iterator[Finding]:
     """Yield findings, check by check.
 
     `port` is for a server to be started on this machine, None for none; `way` leads to a running server, perhaps on
-    this machine. Checks of a server's machine are skipped on other machines.
+    this machine; `etcd`, to the etcd of its stores. Checks of a server's machine are skipped on other machines.
     """
     serves = port is not None or (way is not None and bool(_own_addresses(way.host, seconds)))
     store_port = port if port is not None else way.port if way is not None else None
@@ -96,6 +103,8 @@ def examine(
     if way is not None:
         find_listener = functools.partial(_find_listener, machine, way, seconds)
         checks.append(("server", lambda: server.check_server(way, seconds, find_listener)))
+    if etcd is not None:
+        checks.append(("etcd", lambda: check_etcd(etcd, seconds)))
     for name, check in checks:
         try:
             yield from within(_LOOK_UPS * seconds, check)
