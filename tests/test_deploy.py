@@ -13,17 +13,23 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import pytest
 
+import etcd_cluster
 from server.test_auth import KEY_LINE
-from support import LIMIT, RawPeer, secret_file, tcpstore_server, until
+from support import LIMIT, RawPeer, free_port, secret_file, tcpstore_server, until
+from tcpstore_async import TCPStore
 from tcpstore_async.cli import main
 from tcpstore_async.server.listen_socket import DEFER_ACCEPT
 from tls.certificates import certificates
@@ -172,7 +178,8 @@ def test_what_the_container_is_built_from() -> None:
 
 # Kubernetes
 
-MANIFESTS = sorted(DEPLOY.glob("kubernetes-*.yaml"))
+REPLICATED = DEPLOY / "replicated"
+MANIFESTS = [*sorted(DEPLOY.glob("kubernetes-*.yaml")), REPLICATED]
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 
@@ -194,6 +201,16 @@ def kubectl(manifest: str, *words: str) -> list[Object]:
         objects.append(found)
         text = text[end:].lstrip()
     return objects
+
+
+@functools.cache
+def text_of(manifest: Path) -> str:
+    """Return the objects of a file, or those that Kustomize makes of a folder."""
+    if not manifest.is_dir():
+        return manifest.read_text()
+    done = run(["kubectl", "kustomize", str(manifest)], manifest, {**os.environ})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @functools.cache
@@ -227,6 +244,8 @@ LABELS = {"matchLabels": dict}
 SPECS: dict[tuple[str, str], Object] = {
     ("v1", "Service"): {
         "clusterIP": {"None"},
+        "publishNotReadyAddresses": bool,
+        "internalTrafficPolicy": {"Local"},
         "selector": dict,
         "ports": [{"name": str, "port": int, "targetPort": str}],
     },
@@ -234,8 +253,9 @@ SPECS: dict[tuple[str, str], Object] = {
         "podSelector": LABELS,
         "policyTypes": [{"Ingress", "Egress"}],
         "ingress": [{"from": [{"podSelector": LABELS}], "ports": [{"protocol": {"TCP"}, "port": int, "endPort": int}]}],
-        "egress": [{}],
+        "egress": [{"to": [{"podSelector": LABELS}], "ports": [{"protocol": {"TCP", "UDP"}, "port": int}]}],
     },
+    ("policy/v1", "PodDisruptionBudget"): {"maxUnavailable": int, "selector": LABELS},
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOB_SET,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
         "replicas": int,
@@ -311,7 +331,7 @@ def _missing(value: Any, kept: Any, path: str) -> list[str]:
 @needs_kubectl
 @pytest.mark.parametrize("file", MANIFESTS, ids=name)
 def test_manifests_have_only_fields_of_their_kinds(file: Path) -> None:
-    for found in read(file.read_text()):
+    for found in read(text_of(file)):
         assert wrong_fields(found) == []
 
 
@@ -334,10 +354,12 @@ def test_a_runtime_may_be_for_all_namespaces() -> None:
         ("kubernetes-lws.yaml", "startupProbe", "startProbe"),
         ("kubernetes-trainer.yaml", "numNodes: 2", "numNodes: two"),
         ("kubernetes-trainer.yaml", "mountPath", "path"),
+        ("replicated", "podAntiAffinity", "podAntiafinity"),
+        ("replicated", "maxUnavailable: 1", "maxUnavailable: one"),
     ],
 )
 def test_wrong_fields_are_found(file: str, field: str, misspelled: str) -> None:
-    text = (DEPLOY / file).read_text()
+    text = text_of(DEPLOY / file)
     assert field in text
     assert any(wrong_fields(found) for found in read(text.replace(field, misspelled)))
 
@@ -371,7 +393,7 @@ def parse(words: list[str]) -> Object:
 @needs_kubectl
 @pytest.mark.parametrize("file", MANIFESTS, ids=name)
 def test_our_commands_in_manifests(file: Path) -> None:
-    lines = [found["command"] for found in inside(read(file.read_text()), "command")]
+    lines = [found["command"] for found in inside(read(text_of(file)), "command")]
     ours = [line for line in lines if line[0] == "tcpstore"]
     assert ours
     for line in ours:
@@ -381,14 +403,14 @@ def test_our_commands_in_manifests(file: Path) -> None:
 @needs_kubectl
 @pytest.mark.parametrize("file", MANIFESTS, ids=name)
 def test_variables_in_manifests_are_read(file: Path) -> None:
-    used = {variable["name"] for found in inside(read(file.read_text()), "env") for variable in found["env"]}
+    used = {variable["name"] for found in inside(read(text_of(file)), "env") for variable in found["env"]}
     ours = {variable for variable in used if variable.startswith("TCPSTORE_")}
     known = set(re.findall(r"`(TCPSTORE_[A-Z_]+)`", (ROOT / "docs" / "reference.md").read_text()))
     assert ours <= known
     of_pytorch = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
     of_pytorch |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}
     of_torchrun = {variable for variable in used if variable.startswith("PET_")}
-    assert used - ours - of_pytorch - of_torchrun <= {"TRAIN_JOB"}
+    assert used - ours - of_pytorch - of_torchrun <= {"TRAIN_JOB", "POD"}
 
 
 SERVING = [file for file in MANIFESTS if file.name != "kubernetes-daemonset.yaml"]
@@ -398,7 +420,7 @@ SERVING = [file for file in MANIFESTS if file.name != "kubernetes-daemonset.yaml
 @pytest.mark.parametrize("file", SERVING, ids=name)
 def test_a_server_in_a_pod(file: Path) -> None:
     """It disconnects peers before it has too much memory, and can be looked into."""
-    [(pod, server)] = [(pod, one) for pod in inside(read(file.read_text()), "containers") for one in serving(pod)]
+    [(pod, server)] = [(pod, one) for pod in inside(read(text_of(file)), "containers") for one in serving(pod)]
     memory = server["resources"]["limits"]["memory"]
     assert memory.endswith("Gi")
     assert 1.5 * parse(server["command"])["limits"].budget_bytes < int(memory.removesuffix("Gi")) << 30
@@ -410,7 +432,7 @@ def test_a_server_in_a_pod(file: Path) -> None:
 @needs_kubectl
 @pytest.mark.parametrize("file", MANIFESTS, ids=name)
 def test_names_in_a_manifest_are_those_of_other_parts(file: Path) -> None:
-    objects = read(file.read_text())
+    objects = read(text_of(file))
     for found in inside(objects, "replicatedJobs"):
         jobs = [job["name"] for job in found["replicatedJobs"]]
         assert set(found["successPolicy"]["targetReplicatedJobs"]) < set(jobs)
@@ -586,7 +608,7 @@ def test_the_page_looks_into_pods_that_exist() -> None:
     """The commands parse, and Kubernetes gives these names to what the files make."""
     asked = re.findall(r"^kubectl exec (\S+)(?: -c (\S+))? -- (.*)$", PAGE, re.MULTILINE)
     made = set()
-    for found in (found for file in MANIFESTS for found in read(file.read_text())):
+    for found in (found for file in MANIFESTS for found in read(text_of(file))):
         kind, name = found["kind"], found["metadata"]["name"]
         made |= {f"{kind.lower()}/{name}", f"{name}-0"}
         jobs = inside(found, "replicatedJobs")
@@ -606,6 +628,168 @@ def test_kustomize_takes_the_server(tmp_path: Path) -> None:
     done = run(["kubectl", "kustomize", str(tmp_path)], tmp_path, {**os.environ})
     assert done.returncode == 0, done.stderr
     assert "image: mine.example/store:latest\n" in done.stdout
+
+
+# A replicated store
+
+COMPOSE = DEPLOY / "compose-replicated.yaml"
+SLURM_REPLICATED = str(DEPLOY / "slurm-replicated.sh")
+needs_etcd = pytest.mark.skipif(
+    not etcd_cluster.programs() or find_spec("grpc") is None, reason="there is no etcd, or no gRPC: make etcd"
+)
+
+
+class Kubelet(Template):
+    """How commands name variables."""
+
+    pattern = r"\$\((?P<braced>\w+)\)|(?P<escaped>(?!))|(?P<named>(?!))|(?P<invalid>(?!))"  # type: ignore[assignment]
+
+
+class Part(NamedTuple):
+    """A container."""
+
+    command: list[str]
+    env: dict[str, str]
+
+
+def of_kubernetes() -> dict[str, Part]:
+    """Return the containers of the overlay, keyed by their pods' names."""
+    found = {}
+    for one in read(text_of(REPLICATED)):
+        for pod in inside(one, "containers"):
+            [container] = pod["containers"]
+            for number in range(one["spec"].get("replicas", 1)):
+                own = f"{one['metadata']['name']}-{number}"
+                env = variables({"env": [], **container}, {"metadata.name": own}, {})
+                found[own] = Part(shlex.split(Kubelet(shlex.join(container["command"])).substitute(env)), {})
+    return found
+
+
+def of_compose() -> dict[str, Part]:
+    """Return the containers of the compose file."""
+    [found] = read(f"apiVersion: none/v1\nkind: Compose\nmetadata: {{name: none}}\n{COMPOSE.read_text()}")
+    parts = {}
+    for own, service in found["services"].items():
+        program = "etcd" if "etcd" in service["image"] else "tcpstore"
+        parts[own] = Part([program, *service.get("command", ())], service.get("environment", {}))
+    return parts
+
+
+def on_loopback(text: str, number: int, ports: dict[str, str]) -> str:
+    """Give each host a loopback address of its own; `number` says which is ours."""
+    text = re.sub(r"\b[a-z-]+?-?(\d)(?:\.[a-z-]+)?(?=:\d)", lambda match: f"127.0.0.{int(match[1]) + 1}", text)
+    text = re.sub(r"\b0\.0\.0\.0|\[::\]|(?<=--host=)::", f"127.0.0.{number + 1}", text)
+    return re.sub(r"\b(?:2379|2380|29500|9400)\b", lambda match: ports[match[0]], text)
+
+
+def answers(url: str) -> int:
+    """Return the status of a health check; 0 without an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=LIMIT) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@needs_kubectl
+@needs_etcd
+@pytest.mark.parametrize("parts", [of_kubernetes, of_compose])
+def test_a_replicated_store(parts: Callable[[], dict[str, Part]], tmp_path: Path, environment: dict[str, str]) -> None:
+    """What the containers run, on loopback: the server that serves is killed, then a member of etcd."""
+    (tmp_path / "etcd").symlink_to(etcd_cluster.programs()[0])
+    ports = {port: str(free_port()) for port in ("2379", "2380", "29500", "9400")}
+    running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(own: str, part: Part) -> None:
+        number = int(own[-1]) if own[-1].isdigit() else 0
+        folder = tmp_path / own
+        folder.mkdir()
+        words = [on_loopback(word, number, ports).replace("/data", str(folder)) for word in part.command]
+        words = [re.sub(r"^--port=.*", "--port=0", word) if "relay" in words else word for word in words]
+        env = {key: on_loopback(text, number, ports).replace("/data", str(folder)) for key, text in part.env.items()}
+        with open(folder / "out", "wb") as out, open(folder / "log", "wb") as log:
+            running[own] = subprocess.Popen(words, cwd=folder, env=environment | env, stdout=out, stderr=log)
+
+    def kill(own: str) -> None:
+        process = running.pop(own)
+        process.kill()
+        process.wait()
+
+    def said(own: str) -> list[Object]:
+        """Return what a server has announced so far."""
+        assert running[own].poll() is None, (tmp_path / own / "log").read_text()
+        return [
+            json.loads(line)
+            for line in (tmp_path / own / "out").read_text().splitlines(keepends=True)
+            if line[-1:] == "\n"
+        ]
+
+    try:
+        every = parts()
+        etcds, servers = [own for own in every if "etcd" in own], [own for own in every if "store" in own]
+        servers = [own for own in servers if own not in etcds and "relay" not in own]
+        [relay] = [own for own in every if "relay" in own]
+        assert (len(etcds), len(servers)) == (3, 2)
+        for own in etcds:
+            start(own, every[own])
+        health = [f"http://127.0.0.{number + 1}:{ports['2379']}/health" for number in range(3)]
+        until(lambda: [answers(url) for url in health] == [200] * 3)
+        for own in servers:
+            start(own, every[own])
+        until(lambda: all(map(said, servers)))
+        first, other = sorted(servers, key=lambda own: str(said(own)[-1]["role"]))
+        assert [said(own)[-1]["role"] for own in (first, other)] == ["server", "standby"]
+        start(relay, every[relay])
+        until(lambda: said(relay))
+        with TCPStore("127.0.0.1", said(relay)[0]["port"], timeout=LIMIT) as store:
+            assert store.add("counter", 1) == 1
+            kill(first)
+            assert store.add("counter", 1) == 2
+            until(lambda: said(other)[-1]["role"] == "server")
+            kill(etcds[0])
+            assert store.add("counter", 1) == 3
+    finally:
+        for own in list(running):
+            kill(own)
+
+
+NEWER = [program for program in etcd_cluster.programs() if etcd_cluster.version_of(program) >= "3.5"]
+
+
+@needs_kubectl
+@needs_etcd
+@pytest.mark.skipif(not NEWER, reason="there is no etcd 3.5, as in the overlay: make etcd")
+def test_what_kubernetes_asks_a_replicated_store(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Both servers are ready and alive; of etcd, a member without the others is alive, and not ready."""
+    pods = inside(read(text_of(REPLICATED)), "containers")
+    probes = {
+        (one["name"], kind): one[kind]
+        for pod in pods
+        for one in pod["containers"]
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe")
+        if kind in one
+    }
+    for pod in pods:
+        for one in pod["containers"]:
+            named = {port["name"] for port in one["ports"]}
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = one.get(kind, {})
+                assert {asked["port"] for asked in (probe.get("httpGet"), probe.get("tcpSocket")) if asked} <= named
+    assert "httpGet" not in probes["store", "readinessProbe"]
+    alive = probes["store", "livenessProbe"]["httpGet"]["path"]
+    with etcd_cluster.cluster(NEWER[0]) as members:
+        options = ["--etcd", ",".join(members.urls), "--http", "127.0.0.1:0"]
+        with tcpstore_server(*options) as one, tcpstore_server(*options) as other:
+            ready = [json.loads(server.ready) for server in (one, other)]
+            assert [server["role"] for server in ready] == ["server", "standby"]
+            until(lambda: [answers(server["http"].rstrip("/") + alive) for server in ready] == [200, 200])
+            for server in ready:
+                socket.create_connection(("127.0.0.1", server["port"])).close()
+        members.kill(0, 1)
+        paths = [probes["etcd", kind]["httpGet"]["path"] for kind in ("livenessProbe", "readinessProbe")]
+        until(lambda: [answers(f"{members.urls[2]}{path}") for path in paths] == [200, 503])
 
 
 # Slurm
@@ -668,6 +852,67 @@ def test_a_job_whose_server_does_not_start(tmp_path: Path, slurm: dict[str, str]
     (tmp_path / "tcpstore").write_text('#!/bin/sh\necho "Error: no such luck" >&2\nexit 1\n')
     done = run([SLURM_JOB, "true"], tmp_path, slurm)
     assert (done.returncode, done.stderr) == (1, "Error: no such luck\n")
+
+
+SRUN_ON_NODES = """#!/bin/sh
+nodes=
+while :; do
+    case $1 in --nodelist=*) nodes=${1#*=} ;; --*) ;; *) break ;; esac
+    shift
+done
+[ -n "$nodes" ] || exec ./srun-tasks "$@"
+tasks=
+for node in $(echo "$nodes" | tr , " "); do
+    SLURMD_NODENAME=$node "$@" &
+    tasks="$tasks $!"
+done
+trap 'kill $tasks' TERM
+wait
+wait
+"""
+"""Stands for Slurm's: starts tasks on nodes, and passes on what ends it."""
+
+RANK_THAT_GOES_ON = """
+import os, pathlib, sys, time
+from tcpstore_async import rendezvous
+
+store, rank, world = next(rendezvous("env://"))
+store.add("counter", 1)
+pathlib.Path(f"begun{rank}").touch()
+while not os.path.exists("killed"):
+    time.sleep(0.01)
+if store.add("counter", 1) == 2 * world:
+    store.set("all", b"")
+store.wait(["all"])
+sys.stdout.write(f"{rank} of {world}\\n")
+"""
+
+
+@needs_etcd
+def test_a_job_whose_store_outlives_a_server(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """The nodes are loopback addresses. The server that serves is killed while the ranks are there."""
+    (tmp_path / "srun").rename(tmp_path / "srun-tasks")
+    for command, text in (("srun", SRUN_ON_NODES), ("scontrol", "#!/bin/sh\nprintf '127.0.0.%s\\n' 1 2 3 4\n")):
+        (tmp_path / command).write_text(text)
+        (tmp_path / command).chmod(0o755)
+    (tmp_path / "etcd").symlink_to(etcd_cluster.programs()[0])
+    (tmp_path / "rank.py").write_text(RANK_THAT_GOES_ON)
+    job = {**slurm, "SLURM_JOB_ID": str(os.getpid())}
+    with open(tmp_path / "log", "wb") as log:
+        words = [SLURM_REPLICATED, sys.executable, "rank.py"]
+        script = subprocess.Popen(words, cwd=tmp_path, env=job, stdout=subprocess.PIPE, stderr=log, text=True)
+    with script:
+        begun = [tmp_path / f"begun{rank}" for rank in range(2)]
+        until(lambda: all(path.exists() for path in begun) or script.poll() is not None)
+        assert script.poll() is None, (tmp_path / "log").read_text()
+        said = re.findall(
+            r'^\{"event":"ready","role":"server".*"pid":(\d+)', (tmp_path / "log").read_text(), re.MULTILINE
+        )
+        os.kill(int(said[-1]), signal.SIGKILL)
+        (tmp_path / "killed").touch()
+        ranks, _ = script.communicate(timeout=LIMIT)
+    assert (script.returncode, sorted(ranks.splitlines())) == (0, ["0 of 2", "1 of 2"]), (tmp_path / "log").read_text()
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def prolog(script: str, folder: Path, store: str = "") -> str:

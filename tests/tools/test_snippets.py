@@ -125,7 +125,7 @@ DOCUMENTS = [
     for path in sorted({*PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("*.md")})
     if path.name not in ("CHANGELOG.md", "NOTEBOOK.md")
 ]
-FILES = [*DOCUMENTS, *(path for path in sorted(ROOT.glob("deploy/*")) if path.suffix != ".json")]
+FILES = [*DOCUMENTS, *(path for path in sorted(ROOT.glob("deploy/**/*")) if path.is_file() and path.suffix != ".json")]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
