@@ -157,7 +157,7 @@ def _attributes(name: str) -> set[str]:
 
 def test_the_attacks_tried_are_tests() -> None:
     """Each row names at least one that is there."""
-    _, _, table = (ROOT / "docs" / "security.md").read_text().partition("## Attacks tried")
+    _, _, table = (ROOT / "SECURITY.md").read_text().partition("## Attacks tried")
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.M)[1:]
     assert len(rows) > 20
     for attack, named in rows:
