@@ -10,8 +10,10 @@ import builtins
 import inspect
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import click
 import pytest
 from page_shell import ROOT, STAYS, PageShell, blocks, commands, page_shell
 
+import etcd_cluster
 import tcpstore_async
-from support import free_port
+from support import free_port, until
 from tcpstore_async.cli import main
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("tutorial", "pytorch", "operate", "hangs"))]
@@ -102,6 +105,37 @@ def test_commands(page: Path, tmp_path: Path) -> None:
             for line in lines:
                 follow(shell, line, page.stem == "tutorial")
             (shell.folder / "end").touch()
+            shell.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not etcd_cluster.programs() or find_spec("grpc") is None, reason="there is no etcd, or no gRPC: make etcd"
+)
+def test_a_store_outlives_its_server(tmp_path: Path) -> None:
+    """What the page says, with torchrun: the server that serves is killed, and the job goes on."""
+    page = (ROOT / "docs" / "survive.md").read_text().partition("\n## Outlive its host\n")[2].partition("\n## ")[0]
+    _, export, doctor, serve, _, torchrun, relay = commands(page)
+    with etcd_cluster.cluster(etcd_cluster.programs()[0]) as members:
+        here = [
+            ("http://E1:2379,http://E2:2379,http://E3:2379", ",".join(members.urls)),
+            *((f"\\b{host}:29400", f"127.0.0.1:{port}") for host, port in (("A", 29400), ("B", 29450))),
+            *((pattern, text) for pattern, text in REPLACED if pattern != "…"),
+            ("…", "train.py"),
+        ]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("TCPSTORE_")}
+        with page_shell(tmp_path, {}, here, env | {"XDG_RUNTIME_DIR": str(tmp_path)}) as shell:
+            (tmp_path / "train.py").write_text(TRAIN.replace("while", "open('begun', 'w').close()\nwhile"))
+            shell.type(export)
+            shell.run(doctor)
+            assert re.search("^ok +etcd ", shell.read("out"), re.MULTILINE)
+            shell.type(serve)
+            shell.type(serve.replace("29400", "29450"))
+            shell.type(relay)
+            shell.background(torchrun)
+            until((tmp_path / "begun").exists)
+            os.kill(shell.serving.pop(shell.port("29400")), signal.SIGKILL)
+            (tmp_path / "end").touch()
             shell.wait()
 
 
