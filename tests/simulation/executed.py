@@ -82,6 +82,8 @@ class Executed:
                 rank.peer.away = True
             case ("attach", "single"):
                 self._attach(self.singles[name], name)
+            case ("abandon", "single") if self.singles[name].peer is not None:
+                pass
             case ("forget" | "abandon", "single"):
                 self.singles[name].over = True
                 self.lost.pop(self.singles[name], None)
@@ -113,7 +115,7 @@ class Executed:
         client = session.client
         if isinstance(client, Observer):
             if rest:
-                self._asked(client, rest)
+                self._asked(client, session, rest)
         elif isinstance(client, Relay):
             entry = next((one for one in self.places.values() if one.carrier is session), None)
             if entry is not None:
@@ -123,21 +125,28 @@ class Executed:
         elif rest:
             raise Difference(f"{client} has sent {rest!r} before it had a link")
 
-    def _asked(self, client: Observer, data: bytes) -> None:
+    def _asked(self, client: Observer, wire: Wire, data: bytes) -> None:
         """Execute what the recorder has noted of a session without a link."""
-        command = client.asked
+        command = wire.asked
         if command is not None and command.name == "add":
-            client.executed += data
-            if not command.frame.startswith(client.executed):
-                raise Difference(f"{client} has sent {command}, and {client.executed!r} was executed")
-            if client.executed == command.frame:
-                client.possible.add(self.model.add(Peer(), *command.fields))
+            wire.executed += data
+            if not command.frame.startswith(wire.executed):
+                raise Difference(f"{client} has sent {command}, and {wire.executed!r} was executed")
+            if wire.executed == command.frame:
+                reply = self.model.add(Peer(), *command.fields)
+                if client.wire is wire:
+                    client.possible.add(reply)
                 self.commands += 1
                 self._drain()
 
     def _linked(self, number: int, wire: Wire) -> None:
         """Execute LINK."""
         client = wire.client
+        link = wire.entry or wire.rank
+        assert link is not None
+        if wire.serial < link.attempt:  # a later one has overtaken it
+            return
+        link.attempt = wire.serial
         if isinstance(client, Single):
             if not wire.resumes:
                 rank = wire.rank
@@ -187,6 +196,8 @@ class Executed:
     def _leave(self, number: int) -> None:
         session = self.sessions.pop(number)
         if isinstance(session, Rank):
+            if session.peer is not None and not session.may_end():
+                raise Difference(f"{session.holder} is taken to have left")
             self._end(session)
             return
         for entry in self.places.values():

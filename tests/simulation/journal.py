@@ -37,6 +37,7 @@ from simulation.executed import Executed
 from simulation.loop import Errors, Loop, call, machine
 from simulation.resuming import RANKS, Client, Observer, Rank, Relay, Single, Wire
 from tcpstore_async.auth.access import Access
+from tcpstore_async.base.clock import Recorder
 from tcpstore_async.base.limits import LINK_GRACE, Limits
 from tcpstore_async.log.events import EventRecorder
 from tcpstore_async.log.journal import Instance
@@ -61,30 +62,25 @@ SETTINGS: Final = {field.name: str(getattr(Limits(), field.name)) for field in f
 
 
 class World:
-    """Runs steps. Raises Difference."""
+    """Clients, and what decides what they are to see. Raises Difference."""
 
-    def __init__(
-        self, singles: int, named: int, relays: int, portion: int, tokens: bool, disk: Disk, every: int
-    ) -> None:
+    server: UvServer
+    """To which clients connect, or which writes a record."""
+    loop: Loop
+
+    def __init__(self, singles: int, named: int, relays: int, portion: int, tokens: bool, every: int) -> None:
         """`every` is how many records there are between two looks at the state."""
         self.every = every
         self.now = 1000.0
-        self.running = False
-        """Whether there is a server whose descriptors are open."""
         self.errors = Errors()
         self.serial = 0
         self.wires: dict[int, Wire] = {}
         """Keyed by serial number."""
         self.gone: list[Wire] = []
         """Those whose clients have lost them, and of which the server may not know that."""
-        self.armed: deque[tuple[int, str, float]] = deque()
-        """Troubles: after how many records each comes, and of which kind."""
         self.crashes = 0
-        self.past = False
-        """Whether servers start from earlier records."""
-        self.digests: dict[int, int] = {}
+        self.digests: dict[int, int | None] = {}
         """Of the state behind records, keyed by their number."""
-        self.disk = disk
         self.portion = portion
         """Frames of links handled, and items offered, at once."""
         self.tokens = tokens
@@ -96,128 +92,53 @@ class World:
         self.ranks = singles + relays * RANKS
         self.singles = singles
 
-    # The server
-
-    def start(self) -> None:
-        """Start servers until one does not end at once."""
-        while True:
-            try:
-                self._begin(self.disk)
-                self.loop.run_once()
-            except (Crash, OSError):
-                self._kill()
-                continue
-            break
-        if self.server.links.instance != INSTANCE or self.errors.found:
-            raise Difference(f"replay: {self.errors.found}")
-
-    def _begin(self, disk: Disk) -> None:
-        self.loop = Loop(self)  # type: ignore[abstract]
-        asyncio._set_running_loop(self.loop)
-        try:
-            self.server = UvServer(socket.socket(), Limits(), LoopPoller, instance=INSTANCE)
-        finally:
-            asyncio._set_running_loop(None)
-        self.running = True
-        self.server.links.portion = self.portion
+    def make(self, instance: str) -> UvServer:
+        """Make a server on the running loop."""
+        server = UvServer(socket.socket(), Limits(), LoopPoller, instance=instance)
+        server.links.portion = self.portion
         if self.tokens:
-            self.server.store.hub.auth.authenticate = lambda token: Access("one")
-        self.server.max_connections = 1000
-        self.lost = False
-        self.server.on_end = self._on_end
-        self.server.persist(Memory(self, disk))
+            server.store.hub.auth.authenticate = lambda token: Access("one")
+        server.max_connections = 1000
+        return server
 
-    def _on_end(self, error: OSError | None) -> None:
-        self.lost = True
-
-    def _kill(self) -> None:
-        """End the server's process."""
-        self._release()
-        for client in self.clients:
-            if client.wire is not None:
-                if not client.dozing:  # else what it has not read is lost
-                    client.deliver()
-                if client.wire is not None:
-                    client.lose()
-        self._forget_gone()
-
-    def _crash(self) -> None:
-        self.crashes += 1
-        self._kill()
-        self.start()
+    def release(self, server: UvServer) -> None:
+        """Close the descriptors of a server that has ended at once."""
+        server.listener.close()
+        server.close_inherited()
+        for fd in server.closing:
+            os.close(fd)
+        for fd, *_ in server._arrived:
+            os.close(fd)
 
     def _forget_gone(self) -> None:
         for wire in self.gone:
             wire.socket.close()
         self.gone.clear()
 
-    def _release(self) -> None:
-        """Close the descriptors of the server."""
-        if self.running:
-            self.running = False
-            self.server.listener.close()
-            self.server.close_inherited()
-            for fd in self.server.closing:
-                os.close(fd)
-
     def close(self) -> None:
         """Close all descriptors."""
-        self._release()
         for client in self.clients:
             if client.wire is not None:
                 client.wire.socket.close()
         self._forget_gone()
 
-    def trouble(self) -> tuple[str, float] | None:
-        """Return what happens to the record that is written now."""
-        if self.armed:
-            count, how, part = self.armed.popleft()
-            if count == 0:
-                return how, part
-            self.armed.appendleft((count - 1, how, part))
-        return None
-
     # The records
 
-    def is_durable(self, record: Record) -> None:
-        """Execute a record, unless it was executed when it was written."""
-        if not self.past and record.number >= self.executed.records:
-            self.executed.execute(record)
-
-    def look(self, number: int) -> None:
-        """Note the state behind a record that is written now."""
+    def look(self, number: int) -> int | None:
+        """Return a digest of the state behind a record that is written now, if it is time for one."""
         recorder = self.server.clock.recorder
-        if number > 0 and number % self.every == 0 and not self.past:  # the first tick, record 1, sets links' time
-            assert isinstance(recorder, EventRecorder)
-            sessions = {number: session for session, number in recorder.numbers.items()}
-            self.digests[number] = digest(recorder.engine, sessions)
+        if not number or number % self.every:  # the first tick, record 1, sets links' time
+            return None
+        assert isinstance(recorder, EventRecorder)
+        sessions = {number: session for session, number in recorder.numbers.items()}
+        return digest(recorder.engine, sessions)
 
-    def compare(self, number: int) -> None:
-        """Compare the state behind a record with what it was, when a server executes it again for the first time."""
-        recorder = self.server.clock.recorder
+    def compare(self, number: int, recorder: Recorder | None) -> None:
+        """Compare the state behind a record with what it was, when a server has executed it again."""
         assert isinstance(recorder, Replayer)
-        known = self.digests.pop(number, None)
+        known = self.digests.get(number)
         if known is not None and known != digest(recorder.engine, recorder.sessions):
             raise Difference(f"the state behind record {number} is not the same again")
-
-    def _do_snapshot(self, part: float) -> None:
-        """As `snapshots.make_snapshot`, which reads files."""
-        before = self.disk.snapshot
-        first = 0 if before is None else before.number
-        upto = first + int(part * (self.executed.records - first))
-        engine = engine_of(Instance(INSTANCE, self.disk.sync, "", {**SETTINGS, "tokens": str(self.tokens)}))
-        replayer = Replayer(engine, lambda session, pieces: None)
-        assert engine.links is not None
-        assert engine.links.outputs is not None
-        engine.links.portion = self.portion
-        if before is not None:
-            engine.root.hub.clock.now = before.now
-            load(before.state, replayer)
-        for record in self.disk.records(Reader(), upto):
-            if not execute(replayer, record, engine.links.outputs):
-                raise Difference(f"record {record.number} has another effect: {self.errors.found}")
-        with suppress(NotNowError):
-            self.disk.snapshot = Snapshot(0, upto, 0, engine.root.hub.clock.now, dump(replayer))
 
     # Turns
 
@@ -225,7 +146,7 @@ class World:
         """Have the server read what has arrived, all in one turn; then call what it has scheduled."""
 
         def ready() -> None:
-            events = [(wire.fd, READ) for wire in wires if wire.connection.fd >= 0]
+            events = [(wire.fd, READ) for wire in wires if wire.is_open()]
             writers = [(fd, WRITE) for fd in self.loop.writers]
             self.server.ready([one for one in events if one[0] in self.loop.readers] + writers)
             self.loop.run_once()
@@ -236,20 +157,14 @@ class World:
         self._send(wire, len(wire.up))
 
     def _send(self, wire: Wire, count: int) -> None:
-        if wire.up and wire.connection.fd >= 0:
-            with suppress(BlockingIOError):
+        if wire.up and wire.is_open():
+            with suppress(BlockingIOError, ConnectionError):
                 count = wire.socket.send(wire.up[:count])
                 del wire.up[:count]
 
     def _guarded(self, do: Callable[[], object]) -> None:
-        """Do something that may end the server; then clients receive."""
-        try:
-            do()
-        except Crash:
-            self._crash()
-        else:
-            if self.lost:
-                self._crash()
+        """Have the server do something; then clients receive."""
+        do()
         if self.errors.found:
             raise Difference(f"the server logs {self.errors.found}")
         self.deliver()
@@ -275,11 +190,6 @@ class World:
         * `("break", c)`: the connection is lost, and the server hears of that with the next `("notice",)`
         * `("connect", c)`: c connects, if it has no connection
         * `("time", s)`: so many seconds pass
-        * `("crash", n, how, part)`: n records from now, the server's process ends while it writes one: `none`, a `torn`
-          part, all or all but `damaged` bytes of it get to the disk; or it learns of an `error`. Several may follow
-        * `("kill", s)`: the server's process ends now, and is started again so many seconds later
-        * `("snapshot", part)`: another process makes a snapshot behind a part of the records that have none
-        * `("stop",)`: it is told to end, for another one to go on
         """
         getattr(self, "_do_" + step[0])(*step[1:])
 
@@ -372,7 +282,7 @@ class World:
             gone, self.gone = self.gone, []
             try:
                 for wire in gone:
-                    if wire.connection.fd >= 0:
+                    if wire.connection is not None and wire.is_open():
                         with self.server.turn:
                             wire.connection.lost(ConnectionResetError(errno.ECONNRESET, "reset"))
             finally:
@@ -410,26 +320,10 @@ class World:
             call(timer)
             loop.run_once()
 
-    def _do_crash(self, count: int, how: str, part: float) -> None:
-        if len(self.armed) < 2:
-            self.armed.append((count, how, part))
-
-    def _do_kill(self, seconds: float) -> None:
-        self._kill()
-        self.now += seconds
-        self.crashes += 1
-        self.start()
-
-    def _do_stop(self) -> None:
-        self._guarded(lambda: self.server.stop(for_good=False))
-        if self.server.stopped:
-            self._crash()
-
     # The end
 
     def settle(self) -> None:
         """Deliver everything."""
-        self.armed.clear()
         before = None
         while before != (before := self._progress()):
             for _ in range(3):
@@ -439,8 +333,16 @@ class World:
                     if client.wire is None:
                         self._do_connect(client.number)
                     self._do_turn((client.number,), -1)
-            while self.loop.soon:
-                self.serve([])
+            self.calm()
+
+    def calm(self) -> None:
+        """Let servers do what they can do now."""
+        while self.loop.soon:
+            self.serve([])
+
+    def again(self) -> None:
+        """Have another server go on."""
+        raise NotImplementedError
 
     def _progress(self) -> tuple[int, ...]:
         return self.serial, self.executed.commands, *(rank.received + rank.at for rank in self._ranks())
@@ -458,7 +360,7 @@ class World:
             if rank.received < len(rank.expected):
                 raise Difference(f"{rank.holder} has not received {bytes(rank.expected[rank.received :])!r}")
         self.check()
-        self._do_kill(0.0)
+        self.again()
         self.check()
 
     def check(self) -> None:
@@ -473,6 +375,159 @@ class World:
         sessions = server.links.sessions + len(server.links.singles)
         _same("sessions", sessions, sum(len(model.peers) for model in models.values()))
 
+
+def _same(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise Difference(f"{what}: {found!r}, expected {expected!r}")
+
+
+class Restarting(World):
+    """A server that ends and is started again."""
+
+    def __init__(
+        self, singles: int, named: int, relays: int, portion: int, tokens: bool, disk: Disk, every: int
+    ) -> None:
+        super().__init__(singles, named, relays, portion, tokens, every)
+        self.disk = disk
+        self.running = False
+        """Whether there is a server whose descriptors are open."""
+        self.armed: deque[tuple[int, str, float]] = deque()
+        """Troubles: after how many records each comes, and of which kind."""
+        self.past = False
+        """Whether servers start from earlier records."""
+
+    def start(self) -> None:
+        """Start servers until one does not end at once."""
+        while True:
+            try:
+                self._begin(self.disk)
+                self.loop.run_once()
+            except (Crash, OSError):
+                self._kill()
+                continue
+            break
+        if self.server.links.instance != INSTANCE or self.errors.found:
+            raise Difference(f"replay: {self.errors.found}")
+
+    def _begin(self, disk: Disk) -> None:
+        self.loop = Loop(self)  # type: ignore[abstract]
+        asyncio._set_running_loop(self.loop)
+        try:
+            self.server = self.make(INSTANCE)
+        finally:
+            asyncio._set_running_loop(None)
+        self.running = True
+        self.lost = False
+        self.server.on_end = self._on_end
+        self.server.persist(Memory(self, disk))
+
+    def _on_end(self, error: OSError | None) -> None:
+        self.lost = True
+
+    def _kill(self) -> None:
+        """End the server's process."""
+        self._release()
+        for client in self.clients:
+            if client.wire is not None:
+                if not client.dozing:  # else what it has not read is lost
+                    client.deliver()
+                if client.wire is not None:
+                    client.lose()
+        self._forget_gone()
+
+    def _crash(self) -> None:
+        self.crashes += 1
+        self._kill()
+        self.start()
+
+    def _release(self) -> None:
+        """Close the descriptors of the server."""
+        if self.running:
+            self.running = False
+            self.release(self.server)
+
+    def close(self) -> None:
+        self._release()
+        super().close()
+
+    def trouble(self) -> tuple[str, float] | None:
+        """Return what happens to the record that is written now."""
+        if self.armed:
+            count, how, part = self.armed.popleft()
+            if count == 0:
+                return how, part
+            self.armed.appendleft((count - 1, how, part))
+        return None
+
+    def is_durable(self, record: Record) -> None:
+        """Execute a record, unless it was executed when it was written."""
+        if not self.past and record.number >= self.executed.records:
+            self.executed.execute(record)
+
+    def _do_snapshot(self, part: float) -> None:
+        """As `snapshots.make_snapshot`, which reads files."""
+        before = self.disk.snapshot
+        first = 0 if before is None else before.number
+        upto = first + int(part * (self.executed.records - first))
+        engine = engine_of(Instance(INSTANCE, self.disk.sync, "", {**SETTINGS, "tokens": str(self.tokens)}))
+        replayer = Replayer(engine, lambda session, pieces: None)
+        assert engine.links is not None
+        assert engine.links.outputs is not None
+        engine.links.portion = self.portion
+        if before is not None:
+            engine.root.hub.clock.now = before.now
+            load(before.state, replayer)
+        for record in self.disk.records(Reader(), upto):
+            if not execute(replayer, record, engine.links.outputs):
+                raise Difference(f"record {record.number} has another effect: {self.errors.found}")
+        with suppress(NotNowError):
+            self.disk.snapshot = Snapshot(0, upto, 0, engine.root.hub.clock.now, dump(replayer))
+
+    def _guarded(self, do: Callable[[], object]) -> None:
+        def crashes() -> None:
+            try:
+                do()
+            except Crash:
+                self._crash()
+            else:
+                if self.lost:
+                    self._crash()
+
+        super()._guarded(crashes)
+
+    def do(self, step: Step) -> None:
+        """Do one of these, too:
+
+        * `("crash", n, how, part)`: n records from now, the server's process ends while it writes one: `none`, a `torn`
+          part, all or all but `damaged` bytes of it get to the disk; or it learns of an `error`. Several may follow
+        * `("kill", s)`: the server's process ends now, and is started again so many seconds later
+        * `("snapshot", part)`: another process makes a snapshot behind a part of the records that have none
+        * `("stop",)`: it is told to end, for another one to go on
+        """
+        super().do(step)
+
+    def _do_crash(self, count: int, how: str, part: float) -> None:
+        if len(self.armed) < 2:
+            self.armed.append((count, how, part))
+
+    def _do_kill(self, seconds: float) -> None:
+        self._kill()
+        self.now += seconds
+        self.crashes += 1
+        self.start()
+
+    def _do_stop(self) -> None:
+        self._guarded(lambda: self.server.stop(for_good=False))
+        if self.server.stopped:
+            self._crash()
+
+    def settle(self) -> None:
+        self.armed.clear()
+        super().settle()
+
+    def again(self) -> None:
+        self._do_kill(0.0)
+
     def look_back(self, cuts: list[tuple[float, int]]) -> None:
         """Start from earlier records, with some bytes of the next one: the state behind each is what it was."""
         records = len(self.disk.ends)
@@ -483,11 +538,6 @@ class World:
             self._begin(disk)
             if self.server.links.instance != INSTANCE or self.errors.found:
                 raise Difference(f"replay of {len(disk.ends)} records: {self.errors.found}")
-
-
-def _same(what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise Difference(f"{what}: {found!r}, expected {expected!r}")
 
 
 # Schedules
@@ -505,11 +555,13 @@ COMMANDS: Final = {
     "unknown": 0.3,
 }  # fmt: skip
 
-STEPS: Final = {
+CLIENTS: Final = {
     "send": 60, "cancel": 8, "leave": 1, "close": 0.4, "ask": 8, "turn": 40, "doze": 1, "read": 3, "break": 4,
-    "notice": 3, "connect": 20, "time": 3, "crash": 3, "kill": 2, "stop": 0.5,
-    "snapshot": 2,
+    "notice": 3, "connect": 20, "time": 3,
 }  # fmt: skip
+"""Steps of clients, and of time."""
+
+STEPS: Final = {**CLIENTS, "crash": 3, "kill": 2, "stop": 0.5, "snapshot": 2}
 
 KEYS: Final = (b"/a", b"/b")
 QUEUES: Final = (b"/q", b"/r")
@@ -572,36 +624,62 @@ def _command(rng: random.Random, name: str) -> Command:
     return Command(name)
 
 
+class Chooser:
+    """Chooses clients, and what these do."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.singles, self.relays = rng.choice(((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1), (2, 1), (2, 2)))
+        self.clients = self.singles + self.relays + 1
+        self._commands = [weight * rng.choice((0.1, 1, 1, 3)) for weight in COMMANDS.values()]
+        if rng.random() < 0.4:
+            queues = {"wait": 20, "queue_push": 30, "queue_pop": 10, "lease_later": 20, "confirm": 6, "give_back": 3}
+            self._commands = [queues.get(name, 0.5) for name in COMMANDS]
+
+    def kinds(self, weights: dict[str, float]) -> list[str]:
+        """Return the kinds of the steps."""
+        rng = self.rng
+        some = {kind: weight * rng.choice((0, 1, 1, 3)) for kind, weight in weights.items()}
+        some.update(send=60, turn=40, connect=rng.choice((10, 20)))
+        self._bytes = rng.choice((8, 60, 1000))
+        return rng.choices(list(some), list(some.values()), k=rng.choice((40, 80, 160, 240)))
+
+    def step(self, kind: str) -> Step:
+        """Return a step of a client."""
+        rng, ranks = self.rng, self.singles + self.relays * RANKS
+        match kind:
+            case "send":
+                name = rng.choices(list(COMMANDS), self._commands)[0]
+                return kind, rng.randrange(ranks), _command(rng, name)
+            case "cancel" | "leave":
+                return kind, rng.randrange(ranks)
+            case "ask":
+                name = rng.choice(("get", "get", "check", "queue_len", "multi_get", "add"))
+                return kind, _command(rng, name)
+            case "turn":
+                several = tuple(rng.sample(range(self.clients), rng.randrange(1, self.clients + 1)))
+                return kind, several, -1 if rng.random() < 0.7 else rng.randrange(1, self._bytes)
+            case "notice":
+                return (kind,)
+            case "time":
+                return kind, rng.choice((0.5, 2.0, 6.0, 20.0, 40.0))
+        return kind, rng.randrange(self.clients)
+
+    def named(self) -> int:
+        """Return how many clients are in a store with a name."""
+        return self.rng.randrange(1, self.singles + 1) if self.singles > 1 and self.rng.random() < 0.3 else 0
+
+
+PORTIONS: Final = (1, 2, 5, 1000, 1000)
+
+
 def chosen(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
-    singles, relays = rng.choice(((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1), (2, 1), (2, 2)))
-    ranks, clients = singles + relays * RANKS, singles + relays + 1
-    commands = [weight * rng.choice((0.1, 1, 1, 3)) for weight in COMMANDS.values()]
-    if rng.random() < 0.4:
-        queues = {"wait": 20, "queue_push": 30, "queue_pop": 10, "lease_later": 20, "confirm": 6, "give_back": 3}
-        commands = [queues.get(name, 0.5) for name in COMMANDS]
-    troubles = [weight * rng.choice((0, 1, 1, 3)) for weight in STEPS.values()]
-    troubles[0], troubles[5], troubles[10] = 60, 40, rng.choice((10, 20))
-    bytes_ = rng.choice((8, 60, 1000))
-    steps: list[Step] = [("connect", number) for number in range(clients)]
-    for kind in rng.choices(list(STEPS), troubles, k=rng.choice((40, 80, 160, 240))):
+    chooser = Chooser(rng)
+    steps: list[Step] = [("connect", number) for number in range(chooser.clients)]
+    for kind in chooser.kinds(STEPS):
         match kind:
-            case "send":
-                name = rng.choices(list(COMMANDS), commands)[0]
-                steps.append((kind, rng.randrange(ranks), _command(rng, name)))
-            case "cancel" | "leave":
-                steps.append((kind, rng.randrange(ranks)))
-            case "ask":
-                name = rng.choice(("get", "get", "check", "queue_len", "multi_get", "add"))
-                steps.append((kind, _command(rng, name)))
-            case "turn":
-                several = tuple(rng.sample(range(clients), rng.randrange(1, clients + 1)))
-                steps.append((kind, several, -1 if rng.random() < 0.7 else rng.randrange(1, bytes_)))
-            case "notice" | "stop":
-                steps.append((kind,))
-            case "time":
-                steps.append((kind, rng.choice((0.5, 2.0, 6.0, 20.0, 40.0))))
             case "crash":
                 for count in (rng.randrange(4), *([0] if rng.random() < 0.3 else [])):
                     steps.append((kind, count, rng.choice(TROUBLES), rng.random()))
@@ -609,18 +687,19 @@ def chosen(seed: int) -> Schedule:
                 steps.append((kind, rng.choice((rng.random(), 1.0))))
             case "kill":
                 steps.append((kind, rng.choice((0.0, 1.0, 40.0))))
+            case "stop":
+                steps.append((kind,))
             case _:
-                steps.append((kind, rng.randrange(clients)))
-    named = rng.randrange(1, singles + 1) if singles > 1 and rng.random() < 0.3 else 0
-    portion = rng.choice((1, 2, 5, 1000, 1000))
+                steps.append(chooser.step(kind))
+    named, portion = chooser.named(), rng.choice(PORTIONS)
     tokens, sync, segment_bytes = rng.random() < 0.3, rng.random() < 0.5, rng.choice((200, 1000, 100_000))
-    return Schedule(singles, named, relays, portion, tokens, sync, segment_bytes, steps)
+    return Schedule(chooser.singles, named, chooser.relays, portion, tokens, sync, segment_bytes, steps)
 
 
-def run(schedule: Schedule, every: int = 8, cuts: int = 2) -> World:
+def run(schedule: Schedule, every: int = 8, cuts: int = 2) -> Restarting:
     """Run a schedule, look at the state behind every few records, and start from so many earlier ones at the end."""
     singles, named, relays, portion, tokens, sync, segment_bytes, steps = schedule
-    world = World(singles, named, relays, portion, tokens, Disk(sync, segment_bytes), every)
+    world = Restarting(singles, named, relays, portion, tokens, Disk(sync, segment_bytes), every)
     with machine(world):
         world.start()
         for step in steps:

@@ -93,7 +93,7 @@ class Errors(logging.Handler):
 def machine(world: World) -> Iterator[None]:
     """Give this thread the world's time, and the world the server's errors."""
     thread = threading.get_ident()
-    log = logging.getLogger("tcpstore_async.server")
+    log = logging.getLogger("tcpstore_async")
     propagates = log.propagate
 
     def now() -> float:

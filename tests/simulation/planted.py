@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
+from simulation.processes import Log
 from tcpstore_async.base.errors import BudgetError, QueueEmptyError
 from tcpstore_async.base.keys import stored_key
 from tcpstore_async.base.limits import ENTRY_BYTES, PARKED_BYTES
@@ -31,8 +32,11 @@ from tcpstore_async.links.linked_session import LinkedSession
 from tcpstore_async.links.single_link import SingleLink
 from tcpstore_async.links.work import LinkWork
 from tcpstore_async.log.events import EventRecorder
+from tcpstore_async.log.records import read_alone
 from tcpstore_async.log.replay import Replayer
 from tcpstore_async.server.persistence import Persistence
+from tcpstore_async.server.replica import Replica
+from tcpstore_async.server.replication import Replication
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
@@ -542,10 +546,96 @@ JOURNALED: dict[str, Plant] = {
 }
 
 
+# What another server could contradict, for `replicated`
+
+
+def _does_not_wait(real: Method) -> Method:
+    def commit(server: UvServer, persistence: Persistence, held: list[Connection]) -> bool:
+        real(server, persistence, held)
+        server.committing = server.turn.stands = False
+        return True
+
+    return commit
+
+
+def _believes_its_lease(real: Method) -> Method:
+    def commit(replication: Replication, leaves: bool) -> Any:
+        etcd = replication.etcd
+        certain_until, etcd.certain_until = etcd.certain_until, float("inf")
+        try:
+            return real(replication, leaves)
+        finally:
+            etcd.certain_until = certain_until
+
+    return commit
+
+
+def _accepts_all(log: Log, revision: int, number: int, record: bytes, *given: Any) -> None:
+    log.etcd.records[number] = record
+    log.etcd.world.appended(number, record, *given)
+
+
+def _counts_attempts(real: Method) -> Method:
+    def attempt(log: Log, revision: int, number: int, record: bytes, *given: Any) -> None:
+        real(log, revision, number + (number in log.etcd.records), record, *given)
+
+    return attempt
+
+
+def _skips(real: Method) -> Method:
+    def follow(replication: Replication, records: list[bytes]) -> None:
+        for data in records:
+            record = read_alone(data, replication.chain)
+            if record.number % 16 != 9:
+                replication.execute(record)
+
+    return follow
+
+
+def _goes_on_first(server: UvServer) -> None:
+    server.committing = server.turn.stands = False
+    reported, server._postponed = list(server._postponed.items()), {}
+    server.turn.begin()
+    server._serve_reported(reported)
+    persistence, server.persistence = server.persistence, None
+    server._write_held()
+    server.persistence = persistence
+
+
+REPLICATED: dict[str, Plant] = {
+    "a reply leaves before its record is appended": (UvServer, "_commit", _does_not_wait),
+    "what is read leaves though the lease may have ended": (Replication, "commit", _believes_its_lease),
+    "what is read leaves with a record that was appended before": (
+        UvServer,
+        "committed",
+        _after(lambda server: server._go_on()),
+    ),
+    "what is executed meanwhile leaves with a record that was appended before": (
+        UvServer,
+        "committed",
+        _before(_goes_on_first),
+    ),
+    "who comes while a record is appended is forgotten": (
+        UvServer,
+        "_go_on",
+        _before(lambda server: server._arrived.clear()),
+    ),
+    "who is disconnected by its server has left": (
+        UvServer,
+        "cut",
+        _after(lambda server: setattr(server, "broken", False)),
+    ),
+    "a server without the epoch appends": (Log, "attempt", _instead(_accepts_all)),
+    "another attempt to append has another number": (Log, "attempt", _counts_attempts),
+    "who follows skips a record": (Replication, "follow", _skips),
+    "a server serves before it has read the rest": (Replica, "_read_rest", _instead(lambda *_: None)),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    simple = {**PLANTED, **HOGGED, **CROWDED, **LINKED, **NAMED, **LIMITED, **REPLAYED, **JOURNALED}
+    simple = {**PLANTED, **HOGGED, **CROWDED, **LINKED, **NAMED, **LIMITED, **REPLAYED, **JOURNALED, **REPLICATED}
     owner, method, plant = simple[name] if name in simple else REAL[name][:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))

@@ -23,6 +23,7 @@ from tcpstore_async.wire.commands import BY_METHOD
 
 if TYPE_CHECKING:
     from simulation.journal import World
+    from tcpstore_async.server.uv import Connection
 
 RANKS: Final = 3
 """Ranks of each relay."""
@@ -60,6 +61,8 @@ class Rank:
         """Whether it has sent what closes it: nothing is executed from then on."""
         self.over = False
         """Whether it cannot be resumed."""
+        self.attempt = 0
+        """The serial number of the last connection that resumes it."""
 
     def add(self, command: Command) -> None:
         self.stream += command.frame
@@ -70,6 +73,10 @@ class Rank:
             expected = bytes(self.expected[self.received :])
             raise Difference(f"{self.holder} received {data!r} at {self.received}, expected {expected!r}")
         self.received += len(data)
+
+    def may_end(self) -> bool:
+        """Return whether its client has given it a reason to end, or may be in a store that has ended."""
+        return self.closed or bool(self.holder.enter) or (len(self.sent) > 0 and self.sent[-1].name == "unknown")
 
     def idle(self) -> bool:
         """Return whether everything was executed and answered."""
@@ -98,15 +105,34 @@ class Wire:
         self.resumes = False
         self.rank: Rank | None = None
         self.entry: Entry | None = None
+        self.asked: Command | None = None
+        """What was asked last, if it is an observer's."""
+        self.executed = b""
+        """What is in records of that."""
         self.heard = 0
-        """How many of these bytes were executed."""
+        """How many of the first bytes were executed."""
+        self.ended = False
+        """Whether the end of it was read, or one is on its way to the server."""
         self.buffer = bytearray()
         """What is received, and not looked at."""
         world.wires[self.serial] = self
-        world.server.serve(self.fd, f"10.0.0.{client.number}", self.serial)
-        connection = world.server.connections[self.fd]
-        assert connection is not None
-        self.connection = connection
+        self.server = world.server
+        self.accepted: Connection | None = None
+        self.server.serve(self.fd, f"10.0.0.{client.number}", self.serial)
+
+    @property
+    def connection(self) -> Connection | None:
+        """The server's end; None until the server has it."""
+        connections = self.server.connections
+        if self.accepted is None and self.fd < len(connections):
+            found = connections[self.fd]
+            if found is not None and found.session.port == self.serial:
+                self.accepted = found
+        return self.accepted
+
+    def is_open(self) -> bool:
+        """Return whether the server has not closed its end."""
+        return self.connection is None or self.connection.fd >= 0
 
     def greet(self, hello: bytes, links: bool) -> None:
         self.hello += hello
@@ -175,6 +201,7 @@ class Client:
             return
         data = wire.read()
         if data is None:
+            wire.ended = True
             self.lose()
             return
         wire.buffer += data
@@ -280,6 +307,7 @@ class Single(Client):
         wire = self.wire
         if wire is not None:
             self.world.flush(wire)
+            wire.ended = True
             wire.socket.shutdown(socket.SHUT_WR)
             self.world.serve([wire])
             self.lose()
@@ -412,8 +440,6 @@ class Observer(Client):
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
         self.asked: Command | None = None
-        self.executed = b""
-        """What is in records of a command that writes."""
         self.possible: set[bytes] = set()
         """What it may be told."""
 
@@ -426,8 +452,8 @@ class Observer(Client):
 
     def ask(self, command: Command) -> None:
         if self.wire is not None and self.linked and self.asked is None:
-            self.asked = command
-            self.executed = b""
+            self.asked = self.wire.asked = command
+            self.wire.executed = b""
             self.possible = set()
             self.look(self.world.executed.model)
             self.wire.up += command.frame
@@ -459,8 +485,9 @@ class Entry:
         self.delivered = 0
         """To how many sessions of the next one, if several get the same."""
         self.heard = self.lost = 0.0
-        self.new = True
         self.over = False
+        self.attempt = 0
+        """The serial number of the last connection that resumes it."""
 
     def ranks(self) -> list[Rank]:
         """Those that the server knows."""

@@ -9,6 +9,7 @@
     python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of named stores
     python tests/simulation/run.py --kind tokens --schedules 1000   tokens with limits, and what is counted for them
     python tests/simulation/run.py --kind journal --schedules 1000  a server that ends and is started again
+    python tests/simulation/run.py --kind replicated                servers that share a log in etcd
     python tests/simulation/run.py --scale 0.1                      all kinds, a tenth of what `make simulate` runs
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --scale 0.01 --across            executed again in other processes, from their events
@@ -36,8 +37,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from properties import limited, linked
 from properties.shrinking import shrink
 from replaying import Beginning, Elsewhere, Noted, replayed
-from simulation import hogs, journal, proxied, ranks, real, schedule, stores
-from simulation.planted import CROWDED, HOGGED, JOURNALED, LIMITED, LINKED, NAMED, PLANTED, REAL, REPLAYED, planted
+from simulation import hogs, journal, proxied, ranks, real, replicated, schedule, stores
+from simulation.planted import (
+    CROWDED,
+    HOGGED,
+    JOURNALED,
+    LIMITED,
+    LINKED,
+    NAMED,
+    PLANTED,
+    REAL,
+    REPLAYED,
+    REPLICATED,
+    planted,
+)
 from simulation.stage import Choices
 from support import tcpstore_server
 from tcpstore_async.serving import build
@@ -76,6 +89,9 @@ KINDS = {
     ),
     "journal": Kind(
         lambda seed: journal.run(journal.chosen(seed)).crashes, "ends of servers", 50, 10_000, JOURNALED, journal
+    ),
+    "replicated": Kind(
+        lambda seed: replicated.run(replicated.chosen(seed)).started, "processes", 20, 5_000, REPLICATED, replicated
     ),
     "real": Kind(lambda seed: real.perform(Choices([], seed)).moved, "moves", 100, 20_000, REAL),
     "hogs": Kind(hogs.perform, "peers removed", 20, 5_000, HOGGED, states=2000),
@@ -277,7 +293,7 @@ def main() -> int:
     if given.scale is not None:
         counts = {kind: round(one.schedules * given.scale) for kind, one in KINDS.items()}
     if given.across:
-        for kind in ("proxied", "journal"):  # their servers are real ones
+        for kind in ("proxied", "journal", "replicated"):  # their servers are real ones
             counts.pop(kind, None)
         return max(across(kind, range(given.first, given.first + count)) for kind, count in counts.items())
     failed = [

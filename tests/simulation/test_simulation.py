@@ -18,6 +18,7 @@ SEEDS = {
     "stores": range(0, 2000, 500),
     "links": range(50, 150, 50),
     "journal": range(0, 400, 100),
+    "replicated": range(0, 200, 50),
     "real": range(0, 500, 100),
     "hogs": range(0, 40, 10),
     "tokens": range(0, 300, 30),
