@@ -620,11 +620,6 @@ REPLICATED: dict[str, Plant] = {
         "_go_on",
         _before(lambda server: server._arrived.clear()),
     ),
-    "who is disconnected by its server has left": (
-        UvServer,
-        "cut",
-        _after(lambda server: setattr(server, "broken", False)),
-    ),
     "a server without the epoch appends": (Log, "attempt", _instead(_accepts_all)),
     "another attempt to append has another number": (Log, "attempt", _counts_attempts),
     "who follows skips a record": (Replication, "follow", _skips),
