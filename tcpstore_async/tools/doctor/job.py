@@ -8,6 +8,7 @@ from typing import Final
 
 from ...base.gloo_switches import BATCHED, LARGE, LAZY, SHORT, is_batched, is_lazy, is_short, requests
 from ...diagnosis.patterns import RANKS_PER_ROOT
+from ...session.store import PORTION
 from .finding import FAIL, OK, WARN, Finding
 
 _RANKS_PER_ROOT: Final = "TORCH_NCCL_RANKS_PER_ROOT"
@@ -49,7 +50,9 @@ def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
         return Finding("NCCL", OK, text)
     fewer = -(-ranks // _MOST_ROOTS)
     fix = "tcpstore serve (it registers a whole list of keys at once)"
-    if fewer > per_root:
+    if roots > PORTION:  # as it does with shorter lists only
+        fix = f"export {_RANKS_PER_ROOT}={fewer} for all ranks"
+    elif fewer > per_root:
         fix += f", or export {_RANKS_PER_ROOT}={fewer} for all ranks"
     return Finding("NCCL", WARN, f"{text}, which PyTorch's servers register one by one", fix)
 

@@ -248,6 +248,7 @@ def test_nccl() -> None:
     assert found.status == WARN
     assert "75,497,472 keys" in found.text
     assert found.fix.endswith("export TORCH_NCCL_RANKS_PER_ROOT=1536 for all ranks")
+    assert check_nccl({}, 1_000_000).fix == "export TORCH_NCCL_RANKS_PER_ROOT=15625 for all ranks"
     assert check_nccl({per_root: "98304"}, 98304).status == OK
     assert "export" not in check_nccl({per_root: "2048"}, 98304).fix
     for wrong in ("0", "-1", "many"):
