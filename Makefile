@@ -108,7 +108,7 @@ soak: .venv/.test build/compiled/.made
 SECONDS ?= 60
 .PHONY: linear
 linear: .venv/.test build/compiled/.made
-	@for kind in kill stop reset memory ioerror $$([ "$$(id -u)" != 0 ] || echo partition disk); do \
+	@for kind in kill stop reset memory ioerror $$(! ls build/etcd/*/etcd >/dev/null 2>&1 || echo etcd) $$([ "$$(id -u)" != 0 ] || echo partition disk); do \
 		PYTHONPATH="$(COMPILED)" $(BIN)/python tests/linear/histories.py --kind $$kind --seconds $(SECONDS) || failed=1; \
 	done; exit $${failed:-0}
 	PYTHONPATH="$(COMPILED)" $(BIN)/python tests/linear/histories.py --kind kill --seconds $(SECONDS) --sync always

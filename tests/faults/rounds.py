@@ -80,6 +80,11 @@ class Replicated:
         self._next(self.servers[1])
 
     @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """One that runs."""
+        return next(one.process for one in self.servers if one.process.poll() is None)
+
+    @property
     def url(self) -> str:
         return "tcp://" + ",".join([f"127.0.0.1:{port}" for port in self.ports])
 
@@ -90,7 +95,7 @@ class Replicated:
         """Wait until one of these says what it is, or any of them serves."""
         while True:
             found = self.said.get(timeout=TIMEOUT)
-            if found in wanted or (not wanted and found.role == "server"):
+            if found in wanted or (not wanted and found.role == "server" and found.process.poll() is None):
                 return found
 
     def restart(self) -> None:

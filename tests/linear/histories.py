@@ -5,7 +5,8 @@
 kill: the server is killed and started again. stop: it, or the relay, is stopped by SIGSTOP for a while. reset: all
 connections are. partition: nothing passes between the server's host and that of the clients (network namespaces, as
 root). memory: other clients use up a small budget, and the server may be killed meanwhile. disk: the journal's file
-system is full for a while (a tmpfs, as root). ioerror: writing to the journal fails. none: nothing happens.
+system is full for a while (a tmpfs, as root). ioerror: writing to the journal fails. etcd: what a replicated store
+consists of ends or stops, see `faults/rounds.py`; all clients are behind relays. none: nothing happens.
 
 Half of the clients are behind a relay. Except for `memory`, which disconnects clients, any error is a finding, as is a
 client that hangs. A client that is disconnected may have been given an item that it could not confirm: then items are
@@ -40,7 +41,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tcpstore_async
+from etcd_cluster import cluster, programs
 from faults.kills import PROGRAM, Client, Server
+from faults.rounds import FAULTS as ROUNDS
+from faults.rounds import Replicated
 from linear.checker import (
     EMPTY,
     Call,
@@ -391,6 +395,13 @@ async def ioerror(stage: Stage) -> None:
     await asyncio.gather(mended, stage.start())
 
 
+async def etcd(stage: Stage) -> None:
+    servers = stage.server
+    assert isinstance(servers, Replicated)
+    await asyncio.to_thread(servers.settle)
+    await asyncio.to_thread(getattr(servers, stage.rng.choice(ROUNDS)))
+
+
 FAULTS = {
     "none": nothing,
     "kill": kill,
@@ -400,6 +411,7 @@ FAULTS = {
     "memory": memory,
     "disk": disk,
     "ioerror": ioerror,
+    "etcd": etcd,
 }
 
 
@@ -430,6 +442,15 @@ def staged(kind: str, sync: str, seed: int) -> Iterator[Stage]:
             options += ["--limit", f"budget_bytes={BUDGET}", "--limit", f"value_bytes={BUDGET // 4}"]
         elif kind == "disk":
             stack.enter_context(mounted(folder / "journal"))
+        elif kind == "etcd":
+            members = stack.enter_context(cluster(programs()[0]))
+            servers = Replicated(folder, members, "server", env)
+            stack.callback(servers.close)
+            relays = [stack.enter_context(tcpstore_relay(servers.url)) for _ in range(2)]
+            stage = Stage(folder, servers, relays[0], random.Random(seed))  # type: ignore[arg-type]
+            stage.direct = "127.0.0.1", relays[1].port
+            yield stage
+            return
         elif kind == "ioerror":
             program = [sys.executable, str(Path(__file__).with_name("bad_disk.py")), str(folder / "bad")]
         server = Server(folder, port, options, env, program=program)

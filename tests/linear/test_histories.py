@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import networks
+from etcd_cluster import programs
 from linear.histories import FAULTS
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,8 @@ AS_ROOT = ("partition", "disk")
 def test_linearizable(kind: str) -> None:
     if kind in AS_ROOT and (reason := networks.why_not()):
         pytest.skip(reason)
+    if kind == "etcd" and not programs():
+        pytest.skip("there is no etcd: make etcd")
     done = subprocess.run(
         [sys.executable, PROGRAM, "--kind", kind, "--seconds", "3"],
         cwd=tempfile.gettempdir(), env=dict(os.environ), capture_output=True, text=True, check=False,
