@@ -24,6 +24,7 @@ Programs that measure one thing each, started with `python -m bench.NAME` or `py
     stores        what a store with a name costs, and how long one waits for its server process
     security      what TLS costs, and whether the time of a refusal says where a forged token differs
     rendezvous    the rendezvous of torchrun's agents
+    logged        what a job's ranks leave in the log of a server that has one
     gloo          what PyTorch's switches save when a gloo group is made
 
 All use `processes`, which chooses the build and starts and measures processes, and `stats`, medians and intervals.

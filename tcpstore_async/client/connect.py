@@ -174,7 +174,10 @@ class _Tries:
         following = next(self._round, None)
         if following is None and not self._may_pass:
             if refused:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error
             raise DistNetworkError(f"cannot connect to {self._where()}: {self._why()}") from None
         left = self.deadline.left()
         if left is not None and left <= _LAST_TRY and (self.deadline.timeout or following is None):

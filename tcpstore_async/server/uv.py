@@ -248,6 +248,11 @@ class Connection(Transport):
 
     def lost(self, error: OSError) -> None:
         """Close after an error."""
+        if self.server.breaking:  # with all others, once what has been sent to them counts as sent
+            self.session.out.clear()
+            self.session.backlog = None
+            self.session.unsent = 0
+            return
         self._close(self.server.broken or error.errno != errno.EPIPE)  # EPIPE only follows the peer's own close
 
     def close(self) -> None:
@@ -553,7 +558,7 @@ class UvServer(base.Server):
         """What was accepted meanwhile."""
         self.broken = False
         """Whether all connections have broken, whatever the kernel says of each."""
-        self._breaks = False
+        self.breaking = False
         """Whether `break_all` is to be done."""
         self.cut_off = False
         """Whether another server may serve by now: connections are closed at once, without a trace in the stores."""
@@ -582,20 +587,17 @@ class UvServer(base.Server):
     def committed(self) -> None:
         """Send what had to be durable first, and soon go on with what was postponed. Outside of a turn."""
         self.committing = False
-        if self._breaks:  # before writing finds that out for one connection after the other
+        self._write_held()
+        if self.breaking:
             self.break_all()
-        else:
-            self._write_held()
         if not self.committing:  # else something has happened that was not postponed
             self.turn.stands = False
             self.loop.call_soon(self._go_on)
 
     def break_all(self) -> None:
         """Go on as behind a restart, once what has happened is durable: all connections that `cut` has closed broke."""
-        if self.committing:
-            self._breaks = True
-        elif self.persistence is not None:
-            self._breaks = False
+        self.breaking = self.committing
+        if not self.committing and self.persistence is not None:
             with self.turn:
                 self.persistence.break_all(self.break_off)
                 self.flush_pending()

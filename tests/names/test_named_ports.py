@@ -61,7 +61,7 @@ async def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Ser
     url = find_server(f"tcp://127.0.0.1:{server.port}")
     assert name is not None
     assert url is not None
-    order = json.dumps([*url, name.name, name.incarnation, "", {}]).encode()
+    order = json.dumps([str(url), name.name, name.incarnation, "", {}]).encode()
     with mine, its, listen("127.0.0.1", 0) as listener:
         forwarding = asyncio.ensure_future(serve(its, None))
         mine.send(order)

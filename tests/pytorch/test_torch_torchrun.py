@@ -81,7 +81,8 @@ class Job:
     def __init__(self, folder: Path, port: int, run_id: str = "job") -> None:
         self.folder = folder
         self.port = port
-        self.endpoint = f"127.0.0.1:{port}"
+        self.endpoint = ""
+        """Of several servers; else that of the port."""
         self.run_id = run_id
         self.agents: list[Program] = []
 
@@ -99,7 +100,14 @@ class Job:
             HERE / "elastic_agent.py",
             *("--nnodes", nodes),
             *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
+            *(
+                "--rdzv-backend",
+                "tcpstore",
+                "--rdzv-endpoint",
+                self.endpoint or f"127.0.0.1:{self.port}",
+                "--rdzv-id",
+                self.run_id,
+            ),
             *("--rdzv-conf", conf),
             *(str(HERE / "elastic_worker.py"), str(self.folder), what),
             env={"OMP_NUM_THREADS": "1", **env},

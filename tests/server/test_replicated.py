@@ -17,7 +17,7 @@ import pytest
 import etcd_cluster
 from etcd_cluster import Cluster
 from faults.rounds import rounds
-from support import LIMIT, free_port, tcpstore
+from support import LIMIT, free_port, tcpstore, until
 from tcpstore_async import TCPStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured, pytest.mark.interpreted("etcd and processes take the time")]
@@ -108,7 +108,7 @@ def test_a_life(etcd: Cluster) -> None:
             assert "SIGTERM" in one.end(signal.SIGTERM)
             assert two.said()["role"] == "server"
             assert store.add("count", 1) == 4
-            assert asked(f"http://127.0.0.1:{http}/readyz") == (200, "ready\n")
+            until(lambda: asked(f"http://127.0.0.1:{http}/readyz") == (200, "ready\n"))  # it looks once a second
             assert "tcpstore_serving 1.0" in asked(f"http://127.0.0.1:{http}/metrics")[1]
     finally:
         one.end()
