@@ -346,7 +346,10 @@ class Admin:
                 if server.on_promote is None:
                     yield {"error": "this server does not serve a replicated store, so no other one can instead"}
                     return
-                server.on_promote()
+                refused = server.on_promote()
+                if refused:
+                    yield {"error": refused}
+                    return
             if request.replace is not None:
                 refusal = self._refusal(request.persist)
                 if refusal:

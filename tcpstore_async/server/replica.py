@@ -107,6 +107,14 @@ class Replica:
             ],
         }
 
+    def _promote(self) -> str:
+        """Let another server serve; return why none can, or nothing."""
+        if not self._standbys:
+            return "no other server stands by"
+        log.info("handing over, as an administrator has asked for")
+        self.over.set()
+        return ""
+
     def status(self) -> str:
         """Return what this process does, in a few words."""
         server = self.server
@@ -120,7 +128,8 @@ class Replica:
         server, replication = await self._stand_by()
         try:
             self.over.clear()
-            replication.on_deposed = server.on_promote = self.over.set
+            replication.on_deposed = self.over.set
+            server.on_promote = self._promote
             server.persistence = replication
             replication.on_committed = server.committed
             server.facts = partial(self._facts, replication)
@@ -130,6 +139,7 @@ class Replica:
             self.server = server
             server.start()
             async with self._looking(server):
+                log.info("serving (epoch %d)", self.etcd.epoch)
                 await self._announce(server, SERVER)
                 tasks = [asyncio.ensure_future(self._watch(server, replication))]
                 tasks.append(asyncio.ensure_future(self._know_standbys()))
@@ -181,6 +191,7 @@ class Replica:
         front.links.elsewhere = ""
         front.store.hub.why_held = f"this server stands by: {_NOBODY}"
         front.facts = lambda: {"role": STANDBY, "serves": front.links.elsewhere}
+        front.on_promote = lambda: f"{front.store.hub.why_held}; have that one promote this server"
         try:
             async with self._looking(front):
                 following = asyncio.ensure_future(self._follow())
@@ -199,6 +210,7 @@ class Replica:
         if self._holder is None:
             await asyncio.sleep(_SOON_SECONDS)
         front.start()
+        log.info("%s", front.store.hub.why_held)
         await self._announce(front, STANDBY)
 
     async def _follow(self) -> tuple[UvServer, Replication]:

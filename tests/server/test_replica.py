@@ -280,7 +280,10 @@ async def test_handing_over() -> None:
         peer = one.peer()
         assert await peer.ask(HANDSHAKE + set_(b"key", b"value") + add(b"n", 7), 8) == u64(7)
         assert one.server.on_promote is not None
-        one.server.on_promote()
+        while one.server.on_promote():  # until it has seen the other one
+            await asyncio.sleep(0.01)
+        assert two.server.on_promote is not None
+        assert "serves; have that one promote" in str(two.server.on_promote())
         await asyncio.wait_for(one.replica.over.wait(), LIMIT)
         await one.leave()
         await two.become(SERVER)

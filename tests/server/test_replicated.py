@@ -101,7 +101,7 @@ def test_a_life(etcd: Cluster) -> None:
             assert serving["epoch"] > said["epoch"]
             one = Process(etcd, "life", port=one.port)
             assert one.said()["role"] == "standby"
-            command("promote", "--url", f"tcp://{two.address}")
+            until(lambda: tcpstore("promote", "--url", f"tcp://{two.address}").returncode == 0)  # it has to see it
             assert one.said()["role"] == "server"
             assert two.said()["role"] == "standby"
             assert store.add("count", 1) == 3

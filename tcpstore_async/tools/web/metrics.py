@@ -117,10 +117,12 @@ class _Server(Collector):
         yield InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
         accepting = float(bool(server.get("accepting", True)))
         yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
-        held = float(bool(server.get("why_held")))
-        yield GaugeMetricFamily("tcpstore_writes_held", "Whether writes wait; /readyz says why.", value=held)
+        held = bool(server.get("why_held"))
         if "role" in server:
-            yield from _replica(server)
+            yield from _replica(server, held)
+        else:
+            text = "Whether writes wait; /readyz says why."
+            yield GaugeMetricFamily("tcpstore_writes_held", text, value=float(held))
         for name, text, gauge in _GAUGES:
             value = gauge(stats)
             if value is not None:
@@ -147,11 +149,12 @@ class _Server(Collector):
         yield from _stores(self._counters, self._names)
 
 
-def _replica(server: dict[str, Any]) -> Iterator[Metric]:
-    """Yield where a server of a replicated store stands."""
-    serves = float(server["role"] == "server")
-    yield GaugeMetricFamily("tcpstore_serving", "Whether this server of a replicated store serves.", value=serves)
-    if not serves:
+def _replica(server: dict[str, Any], held: bool) -> Iterator[Metric]:
+    """Yield where a server of a replicated store stands; `held` is whether it can write nothing."""
+    leads = server["role"] == "server"
+    text = "Whether this server of a replicated store serves, and can write."
+    yield GaugeMetricFamily("tcpstore_serving", text, value=float(leads and not held))
+    if not leads:
         return
     for name, text, key in (
         ("epoch", "Grows whenever another server begins to serve.", "epoch"),
