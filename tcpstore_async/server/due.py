@@ -54,4 +54,8 @@ class Due:
             seconds = self._run()
             if seconds is not None and not self._scheduled:
                 self._scheduled = True
-                self._timer = self._loop.call_later(max(seconds, _LEAST_SECONDS), self._call_soon, self._call)
+                self._timer = self._loop.call_later(max(seconds, _LEAST_SECONDS), self._call_when_possible)
+
+    def _call_when_possible(self) -> None:
+        """Call now, or behind what the server has to finish first."""
+        self._call_soon(self._call)

@@ -62,6 +62,7 @@ async def test_a_restart_behind_a_snapshot(kind: str, tmp_path: Path) -> None:
             await closed(one)
 
 
+@pytest.mark.interpreted("it sets a constant")
 async def test_a_start_that_took_long_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a server that dies before its snapshots are made would take longer each time."""
     folder = tmp_path / "journal"
