@@ -10,6 +10,7 @@ from sys import getsizeof
 from typing import Final
 
 from ..auth.access import Access
+from ..base.clock import Clock
 from ..base.errors import PeerError, ProtocolError
 from ..keyspace.steps import Running
 from ..wire.codecs import PartialRequest
@@ -112,10 +113,11 @@ class Peer(Holder):
 
     # Who it is
 
-    def ping(self, nonce: int) -> int:
+    def ping(self, nonce: int, clock: Clock) -> int:
         """Execute PING."""
         if self.pid == NO_PID:
             self.pid = nonce
+            clock.lasting = True  # a link may keep the session, which then is whose it was
         return nonce
 
     def introduce(self, items: list[tuple[bytes, Framed]], budget: Budget) -> None:

@@ -72,7 +72,7 @@ class Hub(Commands):
         self.on_return: Callable[[Any], object] | None = None
         """Called with each session whose link has a connection again."""
         self.register("validate", lambda store: lambda session, magic: session.validate(magic))
-        self.register("ping", lambda store: Peer.ping)
+        self.register("ping", lambda store: lambda session, nonce: session.ping(nonce, self.clock))
         self.register("introduce", lambda store: lambda session, items: session.introduce(items, budget))
         self.register("join", lambda store: store.join)
         self.register("list_keys", lambda store: store.list_keys)

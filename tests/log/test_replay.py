@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from conformance.frames import NUM_KEYS, append, enter, get, lease, multi_set, push, set_
+from conformance.frames import NUM_KEYS, append, enter, get, lease, multi_set, ping, push, set_
 from relay.test_pollers import relay_with
 from replaying import Recording, compare
 from support import HANDSHAKE, LIMIT, blob, u64
@@ -183,6 +183,15 @@ async def test_reading_what_was_appended_to() -> None:
             await asyncio.to_thread(peer.sendall, get(b"/k"))
             assert await asyncio.to_thread(peer.recv, 64) == blob(b"vw")
         await say(server, HANDSHAKE + set_(b"/end", b"x"))
+
+
+async def test_who_says_later_whose_process_it_is() -> None:
+    """PING changes nothing but that."""
+    async with recorded(every=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as peer:
+            for request, size in ((HANDSHAKE + NUM_KEYS, 8), (ping(b"1234"), 4), (set_(b"/k", b"v") + NUM_KEYS, 8)):
+                await asyncio.to_thread(peer.sendall, request)
+                assert len(await asyncio.to_thread(peer.recv, 64)) == size
 
 
 async def test_who_comes_to_a_stores_port_and_has_said_nothing() -> None:
