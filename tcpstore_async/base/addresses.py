@@ -2,6 +2,9 @@
 
 from typing import Final
 
+EVERYWHERE: Final = ("::", "0.0.0.0")
+"""Hosts that stand for every address of a machine."""
+
 _MAPPED: Final = "::ffff:"
 
 

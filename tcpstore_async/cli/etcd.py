@@ -1,11 +1,11 @@
 """What commands that use etcd have in common: options. Must not know the log in it."""
 
 from typing import Final
-from urllib.parse import urlsplit
 
 import click
 
 from ..auth.secret_files import TlsFiles
+from ..log.etcd_client import parse_member
 from ..server.etcd_options import EtcdOptions
 from .options import add_options
 
@@ -22,11 +22,11 @@ etcd_options: Final = add_options(
 def parse_etcd(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
     """Return the URLs of etcd's members."""
     urls = [] if text is None else [url.strip() for url in text.split(",")]
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT or https://HOST:PORT", ctx, param)
-    if len({urlsplit(url).scheme for url in urls}) > 1:
+    try:
+        secure = {parse_member(url)[0] for url in urls}
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    if len(secure) > 1:
         raise click.BadParameter("either all URLs begin with https://, or none", ctx, param)
     return urls
 
@@ -41,5 +41,5 @@ def to_etcd(
         return None
     if bool(cert) != bool(key):
         raise click.UsageError("--etcd-cert and --etcd-key must be given together.")
-    tls = TlsFiles(ca or "", cert or "", key or "") if urls[0].startswith("https:") else None
+    tls = TlsFiles(ca or "", cert or "", key or "") if parse_member(urls[0])[0] else None
     return EtcdOptions(urls, name or "default", tls, user or "")

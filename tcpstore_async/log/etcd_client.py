@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ..auth.secret_files import TlsFiles, load_certificates
+from ..base.addresses import format_address
 from ..base.errors import DistNetworkError
 from .encoding import JournalError
 
@@ -73,6 +74,18 @@ class LeaseGoneError(Exception):
     """The lease has ended."""
 
 
+def parse_member(url: str) -> tuple[bool, str, int]:
+    """Return whether the URL of a member asks for TLS, its host and its port. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 2379
+    except ValueError:
+        host, port = "", 0
+    if not host or parts.scheme not in ("http", "https") or parts.path.strip("/"):
+        raise ValueError(f"{url!r} is no address of etcd: it is not of the form http://HOST:PORT or https://HOST:PORT")
+    return parts.scheme == "https", host, port
+
+
 class EtcdClient:
     """The members of one etcd."""
 
@@ -108,17 +121,12 @@ class EtcdClient:
         """Why a call is not answered that is under way; empty if there is none."""
 
     def _channel(self, url: str, tls: TlsFiles | None) -> Any:
-        if "://" not in url:
-            url = f"{'http' if tls is None else 'https'}://{url}"
         try:
-            parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port or 2379
-        except ValueError:
-            host, port = "", 0
-        if not host or parts.scheme not in ("http", "https") or parts.path.strip("/"):
-            raise JournalError(f"{url!r} is no address of etcd: give http://HOST:PORT or https://HOST:PORT")
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if parts.scheme == "http":
+            secure, host, port = parse_member(url)
+        except ValueError as error:
+            raise JournalError(str(error)) from None
+        target = format_address(host, port)
+        if not secure:
             return self._grpc.insecure_channel(target, options=_OPTIONS)
         if self._credentials is None:
             self._credentials = self._read(tls or TlsFiles())

@@ -18,7 +18,7 @@ from struct import Struct
 from typing import Final
 
 from ..auth.secret_files import TlsFiles
-from ..base.addresses import format_address
+from ..base.addresses import EVERYWHERE, format_address
 from ..base.errors import AccessDeniedError, ProtocolError, counted
 from ..client import requests
 from ..client.connect import leaves_host, open_connection, transfer
@@ -56,9 +56,6 @@ _MOST_REPLY: Final = 64 * 1024
 
 _READY: Final = b"\x00"
 """The reply of CHECK if all keys exist: the server is ours."""
-
-_ALL: Final = ("::", "0.0.0.0")
-"""Hosts that stand for every address of this machine."""
 
 _U64: Final = Struct("<Q")
 
@@ -235,7 +232,7 @@ class Upstream:
         own = self.relay.host
         host, port = peer.getpeername()[:2]
         local = host == peer.getsockname()[0]
-        return port == self.relay.port and (own == host or (own in _ALL and local))
+        return port == self.relay.port and (own == host or (own in EVERYWHERE and local))
 
     async def _open_link(self, peer: socket.socket, server: tuple[str, int], describes: bool) -> LinkReply:
         """Resume the link on a connection, or open a new one if the server no longer knows it; return the reply.

@@ -1,20 +1,19 @@
-"""What a server is told of the etcd that has its log. Must not know the log, which needs another package."""
+"""What a server is told of the etcd that has its log. Must not need gRPC, which few servers have."""
 
 import secrets
 import socket
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
 
 from ..auth.secret_files import TlsFiles
-from ..base.addresses import format_address
+from ..base.addresses import EVERYWHERE, format_address
+from ..base.errors import reason_of
 from ..base.version import VERSION
+from ..log.encoding import JournalError
+from ..log.etcd_client import parse_member
 from ..log.records import REPLAY
 
 if TYPE_CHECKING:
     from ..log.etcd import EtcdLog
-
-_ALL = ("::", "0.0.0.0")
-"""Hosts that stand for every address of this machine."""
 
 
 class EtcdOptions(NamedTuple):
@@ -30,17 +29,20 @@ class EtcdOptions(NamedTuple):
         from ..log.etcd import EtcdLog, Holder
 
         host, port = listener.getsockname()[:2]
-        if host in _ALL:
+        if host in EVERYWHERE:
             host = self._own_address()
         holder = Holder(format_address(host, port), VERSION, REPLAY, secrets.token_hex(8))
         return EtcdLog(self.urls, self.name, holder, tls=self.tls, user=self.user)
 
     def _own_address(self) -> str:
         """Return this machine's address on the way to etcd, which other servers and clients can reach, too."""
-        parts = urlsplit(self.urls[0])
-        host, port = parts.hostname or "", parts.port or 2379
-        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            own: str = probe.getsockname()[0]
+        _, host, port = parse_member(self.urls[0])
+        try:
+            kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                own: str = probe.getsockname()[0]
+        except OSError as error:
+            why = f"cannot tell by which address others reach this server, as {self.urls[0]} cannot be looked up or"
+            raise JournalError(f"{why} reached ({reason_of(error)}): give --host ADDRESS") from None
         return own

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ..auth.secret_files import TlsFiles
 from ..auth.tokens import HostTokens
+from ..base.addresses import EVERYWHERE
 from ..base.errors import AccessDeniedError, DistNetworkError, DistStoreError, counted
 from ..base.locks import RLock
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
@@ -27,8 +28,6 @@ from .tls import ServerTls, make_context
 
 WHERE: Final = "TCPSTORE_SERVER"
 BIND: Final = "TCPSTORE_BIND"
-
-_ANY_ADDRESS: Final = ("::", "0.0.0.0")
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -260,8 +259,8 @@ def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
     """Raise DistNetworkError if a store asks for a different address than that of the server it would share."""
     if bind_host is None and counted.listening.fd is not None:
         return
-    wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANY_ADDRESS[0]
-    if wanted != counted.address and not (wanted in _ANY_ADDRESS and counted.address in _ANY_ADDRESS):
+    wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else EVERYWHERE[0]
+    if wanted != counted.address and not (wanted in EVERYWHERE and counted.address in EVERYWHERE):
         raise DistNetworkError(
             f"cannot share the server on port {counted.server.port}: it listens on {counted.address}, but this store "
             f"asks for {wanted}; use the same bind_host (or {BIND}), or another port"

@@ -140,6 +140,8 @@ def test_the_end_for_good(etcd: Cluster) -> None:
         (["--etcd", "http://a:1", "--backend", "threaded"], 2, "leave out --etcd"),
         (["--store-name", "a"], 2, "need --etcd"),
         (["--etcd", "http://a:1", "--store-name", "a/b"], 1, "has a slash"),
+        (["--etcd", "http://a:99999"], 2, "is not of the form http://HOST:PORT"),
+        (["--etcd", "http://no.such.host.invalid:2379", "--host", "0.0.0.0"], 1, "give --host ADDRESS"),
         (["--etcd", "http://127.0.0.1:1"], 1, "no member of etcd answers at http://127.0.0.1:1"),
     ],
 )
