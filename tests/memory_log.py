@@ -153,6 +153,10 @@ class MemoryLog:
         standby = Standby(holder.address, holder.version, holder.replay, holder.id, number)
         self.memory.standbys[holder.id] = standby
 
+    def saved(self) -> int:
+        snapshot = self.memory.snapshot
+        return 0 if snapshot is None else snapshot.number
+
     def standbys(self) -> list[Standby]:
         return list(self.memory.standbys.values())
 

@@ -72,7 +72,7 @@ class Holder(msgspec.Struct):
     version: str
     replay: int
     id: str
-    """Random: another one for each process, and whenever that becomes a standby again."""
+    """Random, of a process."""
 
 
 class Standby(Holder):
@@ -234,10 +234,21 @@ class EtcdLog:
             raise self._missing(number)
         return record
 
+    def saved(self, limit: float = _LIMIT) -> int:
+        """Return the number of the first record behind the last snapshot, 0 if there is none. Raises JournalError."""
+        try:
+            (found,) = self._ranges([self._client.get(self._key("snapshot"))], limit=limit)
+        except UnavailableError as error:
+            raise JournalError(str(error)) from None
+        return self._saved(found)
+
+    def _saved(self, found: Any) -> int:
+        """The same, of what was found below the key."""
+        return self._decode(found.kvs[0].value, _Whole).number if found.kvs else 0
+
     def _missing(self, number: int) -> Exception:
         """Return what to raise: this record is not there, or not whole."""
-        (found,) = self._ranges([self._client.get(self._key("snapshot"))])
-        if found.kvs and self._decode(found.kvs[0].value, _Whole).number > number:
+        if self.saved(math.inf) > number:
             return Trimmed(f"record {number} was removed")
         return JournalError(f"{self.where} in etcd: record {number} is missing, or not whole")
 
@@ -257,7 +268,7 @@ class EtcdLog:
             stop=stop,
         )
         found, snapshot, epoch = [response.response_range for response in reply.responses]
-        if not found.kvs and snapshot.kvs and self._decode(snapshot.kvs[0].value, _Whole).number > number:
+        if not found.kvs and self._saved(snapshot) > number:
             raise Trimmed(f"record {number} was removed")
         records = []
         for kv in found.kvs:
@@ -449,7 +460,7 @@ class EtcdLog:
         written = False
         while not written:
             (found,) = self._ranges([client.get(key)])
-            if found.kvs and self._decode(found.kvs[0].value, _Whole).number >= snapshot.number:
+            if self._saved(found) >= snapshot.number:
                 break
             last = client.modified(key, found.kvs[0].mod_revision if found.kvs else 0)
             written = client.txn([last], [client.put(key, value)]).succeeded

@@ -67,8 +67,6 @@ class Persistence:
     def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, where: str) -> None:
         """`where` says in messages which log it is."""
         self.where = where
-        self.busy = False
-        """Whether a record is being written: nothing leaves, and the server executes nothing meanwhile."""
         self.failed = False
         """Whether nothing more can be written, so that nothing more may leave."""
         self._engine = engine

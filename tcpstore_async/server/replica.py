@@ -87,9 +87,12 @@ class Replica:
         with suppress(JournalError):
             self._standbys = await asyncio.to_thread(self.etcd.standbys)
 
-    async def _know_standbys(self) -> None:
+    async def _know_standbys(self, replication: Replication) -> None:
+        """Know who follows, and what is in their snapshots."""
         while True:
             await self._look_for_standbys()
+            with suppress(JournalError):
+                replication.look_for_snapshot(await asyncio.to_thread(self.etcd.saved))
             await asyncio.sleep(_KNOWN_SECONDS)
 
     def _facts(self, replication: Replication) -> dict[str, object]:
@@ -118,8 +121,10 @@ class Replica:
     def status(self) -> str:
         """Return what this process does, in a few words."""
         server = self.server
-        if server is None or server.links.elsewhere is not None:
-            return "standing by" if server is None else server.store.hub.why_held
+        if server is None:
+            return "starting"
+        if server.links.elsewhere is not None:
+            return server.store.hub.why_held
         return f"serving at {self.etcd.holder.address}, {counted(server.links.clients(server.count), 'client')}"
 
     @asynccontextmanager
@@ -142,7 +147,7 @@ class Replica:
                 log.info("serving (epoch %d)", self.etcd.epoch)
                 await self._announce(server, SERVER)
                 tasks = [asyncio.ensure_future(self._watch(server, replication))]
-                tasks.append(asyncio.ensure_future(self._know_standbys()))
+                tasks.append(asyncio.ensure_future(self._know_standbys(replication)))
                 try:
                     yield server
                 finally:
@@ -156,10 +161,11 @@ class Replica:
             return
         server.cut()
         if not replication.failed:
-            await replication.finish()
             await self._look_for_standbys()
             if any(one.replay != REPLAY for one in self._standbys) and not replication.differs:
-                server.seal(replication)  # all that another version can begin with
+                server.break_all()
+                await replication.keep_state()  # all that another version can begin with
+            await replication.finish()
         await asyncio.to_thread(self.etcd.resign)
         replication.close(False)
         if not replication.failed:
@@ -249,9 +255,8 @@ class Replica:
     def _read_rest(self, replication: Replication) -> None:
         began = time.monotonic()
         replication.follow(self.etcd.read_rest(replication.chain.number))
-        seconds = time.monotonic() - began
-        what = f"followed {counted(replication.records, 'record')} of the log"
-        log.info("%s, the last ones within %.2f s of taking over", what, seconds)
+        what = f"executed {counted(replication.records, 'record')} of {replication.where}"
+        log.info("%s, the last of them in %.2f s", what, time.monotonic() - began)
 
     async def _until_ours(self, replication: Replication) -> bool:
         """Follow until the epoch is ours; return False if following has to begin anew.
@@ -284,16 +289,22 @@ class Replica:
     async def _stay_known(self, replication: Replication) -> None:
         """Let others know that this server stands by, and how far it has followed."""
         while True:
-            await asyncio.to_thread(self.etcd.announce, replication.chain.number)
+            with suppress(JournalError):  # `follow` says it
+                await asyncio.to_thread(self.etcd.announce, replication.chain.number)
             await asyncio.sleep(_KNOWN_SECONDS)
 
     def _take(self, replication: Replication, records: list[bytes]) -> None:
         """Execute records, in the thread that follows."""
         replication.follow(records)
         if replication.unsaved >= SNAPSHOT_BYTES:
-            others = self.etcd.standbys()
-            if min([one.id for one in others], default=self.etcd.holder.id) == self.etcd.holder.id:
+            try:
+                others = self.etcd.standbys()
+            except JournalError:  # etcd does not answer: soon
+                return
+            if all(one.id >= self.etcd.holder.id for one in others):
                 replication.make_snapshot()
+            else:
+                replication.unsaved = 0  # the first of them makes it
 
     def _tell(self, holder: Holder | None) -> None:
         """Note who serves. Called in the thread that follows."""

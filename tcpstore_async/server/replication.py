@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from ..links.link_registry import LinkRegistry
-from ..log.etcd import Deposed, EtcdLog
+from ..log.etcd import Closed, Deposed, EtcdLog
 from ..log.events import Engine
 from ..log.records import REPLAY, Chain, OtherReplay, Snapshot, alone, read_alone
 from ..log.snapshot import NotNowError, dump
@@ -31,7 +32,10 @@ _MUCH: Final = 64 << 20
 """Bytes of records without a snapshot of which a server warns."""
 
 _END_SECONDS: Final = 2.0
-"""Time for the last record when a server ends."""
+"""Time for the last record when a server ends, and for its state if another version is to go on."""
+
+_KEEP_SECONDS: Final = 0.01
+"""Time between two attempts to keep the state."""
 
 
 class Replication(Persistence):
@@ -40,6 +44,8 @@ class Replication(Persistence):
     def __init__(self, engine: Engine, links: LinkRegistry, turn: LoopTurn, etcd: EtcdLog) -> None:
         super().__init__(engine, links, turn, etcd.where)
         self.etcd = etcd
+        self.busy = False
+        """Whether a record is being appended: nothing leaves, and the server executes nothing meanwhile."""
         self.chain = Chain()
         self.on_committed: Callable[[], object] = lambda: None
         """Called on the loop when a record is appended."""
@@ -48,7 +54,9 @@ class Replication(Persistence):
         self.commit_seconds = 0.0
         """How long the last record took."""
         self.unsaved = 0
-        """Bytes of records since the last snapshot."""
+        """Bytes of records since the last snapshot, as far as that is known."""
+        self.saved = 0
+        """The number of the first record behind it."""
         self._fenced = False
         """Whether a record behind all that was executed has just been appended."""
         self._ending = False
@@ -79,18 +87,19 @@ class Replication(Persistence):
         """Make a snapshot, if that is possible now, which makes the records before unnecessary."""
         if self.differs:
             return
-        try:
-            state = dump(self._replayer)
-        except NotNowError:  # soon
-            return
-        self._write_snapshot(state)
+        with suppress(NotNowError):  # soon
+            self.etcd.write_snapshot(self._snapshot(dump(self._replayer)))
+            self.unsaved = 0
 
-    def _write_snapshot(self, state: bytes) -> None:
-        chain = self.chain
-        self.etcd.write_snapshot(Snapshot(0, chain.number, chain.crc, self._clock.now, state))
-        self.unsaved = 0
+    def _snapshot(self, state: bytes) -> Snapshot:
+        return Snapshot(0, self.chain.number, self.chain.crc, self._clock.now, state)
 
     # While this server serves; on the loop
+
+    def look_for_snapshot(self, saved: int) -> None:
+        """Note that a standby has made a snapshot of all records before this one."""
+        if saved > self.saved:
+            self.saved, self.unsaved = saved, 0
 
     def commit(self, leaves: bool) -> bool:
         if self._ending:
@@ -126,7 +135,7 @@ class Replication(Persistence):
         self._idle.set()
         if error is not None:
             self.failed = True
-            if not isinstance(error, Deposed):
+            if not isinstance(error, (Deposed, Closed)):
                 log.error("cannot append to %s: %s", self.where, error)
             self.on_deposed()
             return
@@ -143,10 +152,17 @@ class Replication(Persistence):
         except asyncio.TimeoutError:
             log.warning("etcd has not answered for %g s: what was not appended is lost, unanswered", _END_SECONDS)
 
-    def seal(self) -> None:
-        state = self.state()
-        self.etcd.append(*self._record(self._encoder.take()))
-        self._write_snapshot(state)
+    async def keep_state(self) -> None:
+        """Write a snapshot of everything, for a server of another version. What is under way may take a while."""
+        end = time.monotonic() + _END_SECONDS
+        while not self.failed and time.monotonic() < end:
+            if not self.busy:  # then everything that has happened is in a record
+                with suppress(NotNowError):
+                    snapshot = self._snapshot(self.state())
+                    await asyncio.wait_for(asyncio.to_thread(self.etcd.write_snapshot, snapshot), _END_SECONDS)
+                    return
+            await asyncio.sleep(_KEEP_SECONDS)
+        log.warning("a server of another version cannot go on with %s: a command takes too long", self.where)
 
     def close(self, for_good: bool) -> None:
         super().close(for_good)

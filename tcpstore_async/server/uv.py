@@ -273,6 +273,7 @@ class Connection(Transport):
             os.close(fd)
         else:
             server.closing.append(fd)
+            server.postponed.pop(fd, None)  # another connection may have the number by then
         if server.refused:
             server.refused.pop(self, None)
         if server.waiting:
@@ -551,7 +552,7 @@ class UvServer(base.Server):
         """Connections that have used up what a turn of the loop may write."""
         self.committing = False
         """Whether what has happened is being made durable: until then nothing else happens here."""
-        self._postponed: dict[int, int] = {}
+        self.postponed: dict[int, int] = {}
         """What the poller has reported meanwhile: events, keyed by file descriptor."""
         self._postponed_calls: list[Callable[[], object]] = []
         self._arrived: list[tuple[int, str, int, NamedStore | None]] = []
@@ -582,7 +583,7 @@ class UvServer(base.Server):
 
     def _postpone(self, reported: list[tuple[int, int]]) -> None:
         for fd, events in reported:
-            self._postponed[fd] = self._postponed.get(fd, 0) | events
+            self.postponed[fd] = self.postponed.get(fd, 0) | events
 
     def committed(self) -> None:
         """Send what had to be durable first, and soon go on with what was postponed. Outside of a turn."""
@@ -610,7 +611,7 @@ class UvServer(base.Server):
         arrived, self._arrived = self._arrived, []
         for one in arrived:
             self.serve(*one)
-        reported, self._postponed = list(self._postponed.items()), {}
+        reported, self.postponed = list(self.postponed.items()), {}
         if arrived:
             self.served()
         self.ready(reported)
@@ -620,13 +621,19 @@ class UvServer(base.Server):
         self.cut_off = self.broken = True
         for connection in self.open_connections():
             if isinstance(connection, Connection) and connection.fd >= 0:
-                with socket.socket(fileno=os.dup(connection.fd)) as peer, suppress(OSError):
+                peer = socket.socket(fileno=connection.fd)  # no copy: there may be no descriptor left
+                with suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
+                peer.detach()
+        self._forget_arrived()
 
-    def release(self) -> None:
+    def _forget_arrived(self) -> None:
         for fd, _, _, _ in self._arrived:
             os.close(fd)
         self._arrived.clear()
+
+    def release(self) -> None:
+        self._forget_arrived()
         for fd in self.closing:
             os.close(fd)
         self.closing.clear()
@@ -901,7 +908,7 @@ class UvServer(base.Server):
     # Accepting
 
     def serve(self, fd: int, host: str, port: int, store: NamedStore | None = None) -> None:
-        if self.committing and not self.cut_off:
+        if self.committing and not self.cut_off and self.count + len(self._arrived) < self.max_connections:
             self._arrived.append((fd, host, port, store))
             return
         self.turn.begin()

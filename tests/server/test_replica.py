@@ -14,15 +14,17 @@ import pytest
 from conformance.frames import add, get, set_, wait
 from memory_log import Memory, MemoryLog
 from support import HANDSHAKE, LIMIT, u64
+from tcpstore_async import AsyncTCPStore
 from tcpstore_async.base.limits import Limits
 from tcpstore_async.log import records as records_module
 from tcpstore_async.log.encoding import JournalError
-from tcpstore_async.log.etcd import Holder
+from tcpstore_async.log.etcd import Holder, Standby
 from tcpstore_async.log.records import REPLAY, alone
 from tcpstore_async.server import replica as replica_module
 from tcpstore_async.server import replication as replication_module
 from tcpstore_async.server.listen_socket import listen, prepare
 from tcpstore_async.server.replica import SERVER, STANDBY, Replica
+from tcpstore_async.server.replication import Replication
 from tcpstore_async.server.uv import UvServer
 
 
@@ -60,6 +62,10 @@ class Process:
     def server(self) -> UvServer:
         assert self.replica.server is not None
         return self.replica.server
+
+    def server_log(self) -> Replication:
+        assert isinstance(self.server.persistence, Replication)
+        return self.server.persistence
 
     async def become(self, role: str) -> None:
         """Stand by from now on, and wait until the process has this role."""
@@ -341,6 +347,86 @@ async def test_another_version_begins_with_a_snapshot_only(monkeypatch: pytest.M
             assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
         finally:
             await newer.close()
+
+
+async def test_servers_of_two_versions_follow_the_end_alike(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is kept for another version is in records, too, each with events of one time."""
+    async with processes(2) as (memory, (one, two)):
+        newer = Process(memory, "c")
+        newer.log.holder.replay = REPLAY + 1
+        newer.log.announce(0)
+        store = await AsyncTCPStore.connect("127.0.0.1", one.port)
+        assert await store.add("n", 7) == 7
+        waiting = asyncio.ensure_future(store.wait(["key"], LIMIT))
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        await one.leave()
+        await two.become(SERVER)
+        assert memory.snapshot is not None
+        assert memory.snapshot.number <= two.server_log().chain.number
+        assert "had another effect" not in caplog.text
+        assert not two.server_log().differs
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+        await store.close()
+        await newer.close()
+
+
+async def test_a_server_knows_of_the_snapshots_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would say that the log grows, as if nobody stood by."""
+    for module in (replica_module, replication_module):
+        monkeypatch.setattr(module, "SNAPSHOT_BYTES", 10_000)
+    monkeypatch.setattr(replica_module, "_KNOWN_SECONDS", 0.01)
+    async with processes(2) as (memory, (one, _)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + set_(b"key", bytes(20_000)) + add(b"n", 7), 8) == u64(7)
+        while int(str(one.server.facts()["bytes_since_snapshot"])) > 10_000:
+            await asyncio.sleep(0.01)
+        assert memory.snapshot is not None
+
+
+async def test_a_standby_outlives_an_etcd_that_is_silent_when_a_snapshot_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (replica_module, replication_module):
+        monkeypatch.setattr(module, "SNAPSHOT_BYTES", 10_000)
+    async with processes(2) as (_memory, (one, two)):
+        asked = threading.Event()
+
+        def standbys() -> list[Standby]:
+            asked.set()
+            raise JournalError("no member answers")
+
+        monkeypatch.setattr(two.log, "standbys", standbys)
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + set_(b"key", bytes(20_000)) + add(b"n", 7), 8) == u64(7)
+        assert await asyncio.to_thread(asked.wait, LIMIT)
+        await one.leave()
+        await two.become(SERVER)
+        assert await two.peer().ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
+
+
+async def test_who_comes_while_a_record_is_appended_is_closed_when_the_server_is_cut_off() -> None:
+    """No descriptor stays open that nobody would serve for as long as etcd does not answer."""
+    async with processes(1) as (_memory, (one,)):
+        peer = one.peer()
+        assert await peer.ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        gate = Gate(one.log)
+        await peer.send(add(b"n", 1))
+        await gate.reach()
+        late = [one.peer() for _ in range(3)]
+        for other in late:
+            await other.send(HANDSHAKE)
+        while len(one.server._arrived) < 3:
+            await asyncio.sleep(0)
+        one.server.cut()
+        for other in late:
+            with suppress(ConnectionResetError):
+                assert await other.receive(1) == b""
+        gate.open()
 
 
 async def test_stores_that_end_for_good_are_not_continued() -> None:

@@ -594,7 +594,7 @@ def _skips(real: Method) -> Method:
 
 def _goes_on_first(server: UvServer) -> None:
     server.committing = server.turn.stands = False
-    reported, server._postponed = list(server._postponed.items()), {}
+    reported, server.postponed = list(server.postponed.items()), {}
     server.turn.begin()
     server._serve_reported(reported)
     persistence, server.persistence = server.persistence, None
