@@ -22,7 +22,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -484,7 +483,10 @@ class EtcdLog:
             )
 
     def remove(self) -> None:
-        """Remove all records: the stores have ended for good. If the epoch is ours, it is no more."""
+        """Remove all records, if the epoch is ours, which it is no more: the stores have ended for good.
+
+        Raises JournalError if etcd does not answer.
+        """
         epoch = self._epoch
         if epoch is None:
             return
@@ -493,9 +495,11 @@ class EtcdLog:
         names = ("instance", "snapshot", "epoch")
         folders = [client.delete(self._key(f"{name}/"), self._key(f"{name}0")) for name in ("log", "part", "snap")]
         self._lose(epoch)
-        with suppress(UnavailableError):
+        try:
             client.txn([ours], [*folders, *(client.delete(self._key(name)) for name in names)], limit=_LIMIT)
-            client.revoke(epoch.lease, _LIMIT)
+        except UnavailableError as error:
+            raise JournalError(str(error)) from None
+        client.revoke(epoch.lease, _LIMIT)
 
     def announce(self, number: int) -> None:
         """Say that this server follows, up to this record. To be called once a second; forgotten after some."""

@@ -260,6 +260,8 @@ class Admin:
             self.server.on_end(None)
         if isinstance(request, Request) and request.replace is not None and self.server.on_replace is not None:
             self.server.on_replace(request.replace)
+        if isinstance(request, Request) and request.promote and not self.server.why_not_promote():
+            self.server.on_promote()
 
     async def _watch(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send samples of commands until the peer sends something, or leaves.
@@ -342,19 +344,12 @@ class Admin:
             if request.stop and server.on_end is None:
                 yield {"error": "this server ends with the process that started it"}
                 return
-            if request.promote:
-                if server.on_promote is None:
-                    yield {"error": "this server does not serve a replicated store, so no other one can instead"}
-                    return
-                refused = server.on_promote()
-                if refused:
-                    yield {"error": refused}
-                    return
+            refusal = server.why_not_promote() if request.promote else ""
             if request.replace is not None:
                 refusal = self._refusal(request.persist)
-                if refusal:
-                    yield {"error": refusal}
-                    return
+            if refusal:
+                yield {"error": refusal}
+                return
             if request.store is not None:
                 named = server.named.stores.get(request.store)
                 found = None if named is None else history_of(named)

@@ -121,8 +121,10 @@ class Server:
         then nothing has left, and nothing more will."""
         self.facts: Callable[[], dict[str, object]] = dict
         """Returns what else it says of itself."""
-        self.on_promote: Callable[[], object] | None = None
-        """Called when a server that stands by is to serve instead."""
+        self.why_not_promote: Callable[[], str] = lambda: "this server has no replicated store"
+        """Returns why no server that stands by can serve instead, or nothing."""
+        self.on_promote: Callable[[], object] = lambda: None
+        """Called when one is to serve instead."""
         self.on_replace: Callable[[str], object] | None = None
         """Called with the path where a server waits that takes this one's place."""
         self.named: NamedStores = features.named

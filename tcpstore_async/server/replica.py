@@ -110,13 +110,9 @@ class Replica:
             ],
         }
 
-    def _promote(self) -> str:
-        """Let another server serve; return why none can, or nothing."""
-        if not self._standbys:
-            return "no other server stands by"
+    def _promote(self) -> None:
         log.info("handing over, as an administrator has asked for")
         self.over.set()
-        return ""
 
     def status(self) -> str:
         """Return what this process does, in a few words."""
@@ -134,6 +130,7 @@ class Replica:
         try:
             self.over.clear()
             replication.on_deposed = self.over.set
+            server.why_not_promote = lambda: "" if self._standbys else "no other server stands by"
             server.on_promote = self._promote
             server.persistence = replication
             replication.on_committed = server.committed
@@ -161,7 +158,8 @@ class Replica:
             return
         server.cut()
         if not replication.failed:
-            await self._look_for_standbys()
+            if time.monotonic() < self.etcd.certain_until:  # else nobody can be asked
+                await self._look_for_standbys()
             if any(one.replay != REPLAY for one in self._standbys) and not replication.differs:
                 server.break_all()
                 await replication.keep_state()  # all that another version can begin with
@@ -197,7 +195,7 @@ class Replica:
         front.links.elsewhere = ""
         front.store.hub.why_held = f"this server stands by: {_NOBODY}"
         front.facts = lambda: {"role": STANDBY, "serves": front.links.elsewhere}
-        front.on_promote = lambda: f"{front.store.hub.why_held}; have that one promote this server"
+        front.why_not_promote = lambda: f"{front.store.hub.why_held}; ask that one to hand over"
         try:
             async with self._looking(front):
                 following = asyncio.ensure_future(self._follow())

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..links.link_registry import LinkRegistry
+from ..log.encoding import JournalError
 from ..log.etcd import Closed, Deposed, EtcdLog
 from ..log.events import Engine
 from ..log.records import REPLAY, Chain, OtherReplay, Snapshot, alone, read_alone
@@ -168,4 +169,7 @@ class Replication(Persistence):
         super().close(for_good)
         self._thread.shutdown(wait=False)
         if for_good:
-            self.etcd.remove()
+            try:
+                self.etcd.remove()
+            except JournalError as error:
+                log.warning("the next server goes on with %s, which cannot be removed: %s", self.where, error)

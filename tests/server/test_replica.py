@@ -285,11 +285,10 @@ async def test_handing_over() -> None:
     async with processes(2) as (_memory, (one, two)):
         peer = one.peer()
         assert await peer.ask(HANDSHAKE + set_(b"key", b"value") + add(b"n", 7), 8) == u64(7)
-        assert one.server.on_promote is not None
-        while one.server.on_promote():  # until it has seen the other one
+        while one.server.why_not_promote():  # until it has seen the other one
             await asyncio.sleep(0.01)
-        assert two.server.on_promote is not None
-        assert "serves; have that one promote" in str(two.server.on_promote())
+        assert "serves; ask that one" in two.server.why_not_promote()
+        one.server.on_promote()
         await asyncio.wait_for(one.replica.over.wait(), LIMIT)
         await one.leave()
         await two.become(SERVER)
@@ -347,6 +346,19 @@ async def test_another_version_begins_with_a_snapshot_only(monkeypatch: pytest.M
             assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
         finally:
             await newer.close()
+
+
+async def test_stores_that_cannot_be_removed(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody has asked for their end, and is told that the next server has them."""
+    async with processes(1) as (_memory, (one,)):
+
+        def remove() -> None:
+            raise JournalError("no member answers")
+
+        one.log.remove = remove  # type: ignore[method-assign]
+        await one.server.dismiss()
+        one.server.stop()
+        assert "goes on with the log in memory, which cannot be removed: no member answers" in caplog.text
 
 
 async def test_servers_of_two_versions_follow_the_end_alike(
