@@ -658,6 +658,26 @@ def test_what_a_signal_handler_raises_is_not_taken_for_a_server_that_cannot_be_s
     assert "PyTorch's own server" not in stderr
 
 
+@pytest.mark.parametrize("error", ["RuntimeError", "TimeoutError", "OSError"])
+def test_what_a_signal_handler_raises_while_the_server_starts_is_raised(error: str, port: int) -> None:
+    """It was taken for a server that cannot be started: RuntimeErrors and OSErrors were."""
+    program = """
+import signal
+from tcpstore_async.server.process import parent
+spawn = parent._spawn
+
+def spawn_and_wait_for_the_signal(*arguments):
+    started = spawn(*arguments)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    return started
+
+parent._spawn = spawn_and_wait_for_the_signal
+""" + HANDLER.replace("RuntimeError", error).replace("1.5", "0")
+    stdout, stderr = run(program.format(port=port), "TCPStore", TCPSTORE_INSTALL="1")
+    assert stdout == "the program's own"
+    assert "falling back" not in stderr
+
+
 @pytest.mark.parametrize("mode", ["1", "classes"])
 def test_a_timeout_that_is_enough_for_pytorchs_server_is_enough(mode: str, port: int) -> None:
     program = f"""

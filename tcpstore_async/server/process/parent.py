@@ -178,12 +178,7 @@ def start(
     if not sys.executable or getattr(sys, "frozen", False):
         raise StartError("no Python interpreter found to run it")
     options = [backend, str(grace), *(tls or TlsFiles())]
-    try:
-        server = _launch(listener, options, tokens, START_TIMEOUT if timeout == 0 else timeout)
-    except TimeoutError:
-        raise StartTimeout(f"not ready within {timeout or START_TIMEOUT:.3g} s") from None
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise StartError(str(error)) from None
+    server = _launch(listener, options, tokens, START_TIMEOUT if timeout == 0 else timeout)
     listener.close()
     return server
 
@@ -191,33 +186,54 @@ def start(
 def _launch(
     listener: socket.socket, options: list[str], tokens: HostTokens | None, timeout: float | None
 ) -> ServerProcess:
-    """Start the program and wait until it is ready.
+    """Start the program and wait until it is ready. If that fails, raises StartError, and leaves nothing behind.
 
-    If that fails, raises StartError, OSError or SubprocessError, and leaves nothing behind.
+    No error is caught around the wait, which is long: it would be one that a signal handler has raised.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    control, child_control = _socket_pair()
-    source, stderr = _socket_pair()
-    stderr.setblocking(False)  # the server must never wait for this process to read
     try:
-        with child_control, stderr:
-            starter = _spawn(listener, child_control, stderr, options, tokens)
-        try:
-            ready, process = _await_ready(control, source, end)
-            starter.wait()
-        except BaseException:
-            _give_up(starter, control)
-            raise
+        control, source, starter = _begin(listener, options, tokens)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise StartError(str(error)) from None
+    try:
+        if not _is_readable(control, end):
+            raise StartTimeout(f"not ready within {timeout or 0:.3g} s")
+        ready, process = _receive_ready(control, source)
+        starter.wait()
     except BaseException:
+        _give_up(starter, control)
         control.close()
         source.close()
         raise
     try:
         return ServerProcess(process, control, LogReader(source, process, ready.port), ready)
-    except BaseException:
+    except BaseException as error:
         control.close()  # equivalent to a stop
         process.kill()
         process.wait(STOP_TIMEOUT)
+        if isinstance(error, RuntimeError):  # there can be no more threads
+            raise StartError(str(error)) from None
+        raise
+
+
+def _begin(
+    listener: socket.socket, options: list[str], tokens: HostTokens | None
+) -> tuple[socket.socket, socket.socket, subprocess.Popen[bytes]]:
+    """Start the process that forks the server; return the ends of its control socket and its log, and itself."""
+    control, child_control = _socket_pair()
+    try:
+        source, stderr = _socket_pair()
+    except BaseException:
+        control.close()
+        child_control.close()
+        raise
+    stderr.setblocking(False)  # the server must never wait for this process to read
+    try:
+        with child_control, stderr:
+            return control, source, _spawn(listener, child_control, stderr, options, tokens)
+    except BaseException:
+        control.close()
+        source.close()
         raise
 
 
@@ -254,14 +270,19 @@ def _spawn(
     return process
 
 
-def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, Process]:
-    """Wait until the server is ready; return the event and its process. Raises StartError, TimeoutError and OSError."""
+def _is_readable(control: socket.socket, end: float | None) -> bool:
+    """Wait until the child has something to say, until `end` at the latest, and return whether it has."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    return bool(poll.poll(None if end is None else max(0.0, end - time.monotonic()) * 1e3))
+
+
+def _receive_ready(control: socket.socket, source: socket.socket) -> tuple[Event, Process]:
+    """Return the event of a server that is ready, which it sends in one piece, and its process. Raises StartError."""
     received, fds = b"", []
+    control.settimeout(STOP_TIMEOUT)
     try:
         while not received.endswith(b"\n"):
-            if end is not None and end <= time.monotonic():
-                raise TimeoutError
-            control.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
             data, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(4), _CLOEXEC)
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
