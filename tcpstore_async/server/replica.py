@@ -156,10 +156,10 @@ class Replica:
     async def _leave(self, server: UvServer, replication: Replication) -> None:
         if server.stopped:
             return
+        if not replication.failed and time.monotonic() < self.etcd.certain_until:  # else nobody can be asked
+            await self._look_for_standbys()
         server.cut()
-        if not replication.failed:
-            if time.monotonic() < self.etcd.certain_until:  # else nobody can be asked
-                await self._look_for_standbys()
+        if not replication.failed:  # nothing waits from here on: the cut connections are not to end in the log
             if any(one.replay != REPLAY for one in self._standbys) and not replication.differs:
                 server.break_all()
                 await replication.keep_state()  # all that another version can begin with

@@ -299,6 +299,15 @@ async def test_handing_over() -> None:
         assert one.replica.status() == f"this server stands by: {two.address} serves"
 
 
+async def test_a_handover_leaves_nothing_of_closed_connections_in_the_log() -> None:
+    """Their sessions had ended for whoever served next, and with them the stores of owners without a link."""
+    async with processes(1) as (memory, (first,)):
+        assert await first.peer().ask(HANDSHAKE + add(b"n", 1), 8) == u64(1)
+        before = _without_ticks(memory)
+        await first.leave()
+        assert _without_ticks(memory) == before
+
+
 async def test_standbys_make_snapshots_with_which_others_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (replica_module, replication_module):
         monkeypatch.setattr(module, "SNAPSHOT_BYTES", 10_000)
