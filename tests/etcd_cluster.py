@@ -31,8 +31,10 @@ def programs() -> list[str]:
 
 
 class Cluster:
-    def __init__(self, folder: Path, program: str, *, secure: bool = False) -> None:
+    def __init__(self, folder: Path, program: str, *, secure: bool = False, host: str = "127.0.0.1") -> None:
+        """Members listen for clients on `host`."""
         self.folder = folder
+        self.host = host
         self.program = program
         self.scheme = "https" if secure else "http"
         self.ports = [free_port() for _ in range(MEMBERS)]
@@ -56,7 +58,7 @@ class Cluster:
         options = {
             "name": f"m{member}",
             "data-dir": str(self.folder / f"m{member}"),
-            "listen-client-urls": self.urls[member],
+            "listen-client-urls": f"{self.scheme}://{self.host}:{self.ports[member]}",
             "advertise-client-urls": self.urls[member],
             "listen-peer-urls": peers[member],
             "initial-advertise-peer-urls": peers[member],
@@ -112,6 +114,10 @@ class Cluster:
             process.kill()
             process.wait()
 
+    def has_ended(self, member: int) -> bool:
+        """Return whether a member that was not killed has ended by itself."""
+        return self._running[member].poll() is not None
+
     def stop(self, member: int) -> None:
         self._running[member].send_signal(signal.SIGSTOP)
 
@@ -123,9 +129,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(program: str, *, secure: bool = False) -> Iterator[Cluster]:
+def cluster(program: str, *, secure: bool = False, host: str = "127.0.0.1") -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="tcpstore-etcd-") as folder:
-        made = Cluster(Path(folder), program, secure=secure)
+        made = Cluster(Path(folder), program, secure=secure, host=host)
         try:
             made.start()
             if not secure:

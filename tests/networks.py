@@ -78,6 +78,31 @@ def enter(path: str) -> None:
         os.close(fd)
 
 
+def leave_for_own() -> None:
+    """Move this process, which has one thread, to a network of its own: loopback, on which packets can be stopped.
+
+    Raises OSError and CalledProcessError where that is not permitted.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+    _ip("link", "set", "lo", "up")
+    _ip("rule", "add", "priority", "1000", "lookup", "local")
+    _ip("rule", "delete", "priority", "0")
+
+
+@contextmanager
+def stopped(*selectors: str) -> Iterator[None]:
+    """Stop the packets that these select, such as `to 127.0.1.0/24`, in a network of one's own."""
+    for selector in selectors:
+        _ip("rule", "add", "priority", "100", *selector.split(), "blackhole")
+    try:
+        yield
+    finally:
+        for selector in selectors:
+            _ip("rule", "delete", "priority", "100", *selector.split(), "blackhole")
+
+
 @functools.cache
 def why_not() -> str:
     """Return why there can be no networks here; empty if there can."""

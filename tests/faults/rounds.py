@@ -1,39 +1,45 @@
 """Ends what a replicated store consists of, again and again, under load: nothing is lost, done twice, or left waiting.
 
-    python tests/faults/rounds.py --fault serving --rounds 20 [--seed 1]
+    python tests/faults/rounds.py --fault server --rounds 20 [--seed 1]
 
 Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1
-if anything was wrong.
+if anything was wrong. `cut`, `clients` and `disk` need root, `clock` the package faketime.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from etcd_cluster import Cluster, cluster, programs
+from etcd_cluster import MEMBERS, Cluster, programs
 from faults.kills import PROGRAM, TIMEOUT, free_port, relay, run
+from networks import leave_for_own, stopped
 
 REST = 1.0
 """Seconds from one fault to the next, at least."""
 
 MEMBER_SECONDS = 3.0
-"""Time without a member of etcd, or without a majority of them."""
+"""Time without a member of etcd, or without a majority of them, or without the network."""
+
+DISK_BYTES = 250 << 20
+"""The disk of a member of etcd in `disk`; its own files begin with 128 MiB."""
 
 
 class Process:
@@ -70,9 +76,17 @@ class Replicated:
         self.etcd = etcd
         self.folder = folder
         self.env = env
-        self.options = ["--etcd", ",".join(etcd.urls)]
         self.said: queue.Queue[Process] = queue.Queue()
         self.ports = [free_port(), free_port()]
+        self.rng = random.Random(0)
+        self.shift = folder / "shift"
+        """How wrong the servers' clocks are."""
+        if fault == "clock":
+            self.shift.write_text("+0")
+            self.env = {
+                **env, "LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(self.shift), "FAKETIME_NO_CACHE": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }  # fmt: skip
         self.fault: Callable[[], None] = getattr(self, fault)
         self.servers = [self._start(self.ports[0])]
         self.serving = self._next(self.servers[0])
@@ -89,7 +103,10 @@ class Replicated:
         return "tcp://" + ",".join([f"127.0.0.1:{port}" for port in self.ports])
 
     def _start(self, port: int) -> Process:
-        return Process(self.folder, port, self.options, self.env, self.said)
+        urls = ",".join(self.etcd.urls)
+        if self.etcd.host != "127.0.0.1":  # each server knows etcd by addresses that no other uses: see `cut`
+            urls = urls.replace("127.0.0.1", f"127.0.{1 + self.ports.index(port)}.1")
+        return Process(self.folder, port, ["--etcd", urls], self.env, self.said)
 
     def _next(self, *wanted: Process) -> Process:
         """Wait until one of these says what it is, or any of them serves."""
@@ -152,6 +169,41 @@ class Replicated:
         time.sleep(MEMBER_SECONDS)
         self.etcd.start(leader)
 
+    def cut(self) -> None:
+        """Nothing passes between the server that serves and etcd, until after another one serves."""
+        before = self.serving
+        host = f"127.0.{1 + self.ports.index(before.port)}.0/24"
+        with stopped(f"to {host}", f"from {host}"):
+            self.serving = self._next()
+            time.sleep(self.rng.random())
+        while before.role == "server":
+            self.said.get(timeout=TIMEOUT)
+
+    def clients(self) -> None:
+        """Nothing passes between the server that serves and its clients."""
+        with stopped(*[f"ipproto tcp {side} {self.serving.port}" for side in ("sport", "dport")]):
+            time.sleep(MEMBER_SECONDS)
+
+    def disk(self) -> None:
+        """The disk of etcd's leader is full for a while. It ends, if it has to write more than it has space for."""
+        member = self.etcd.leader()
+        filler = self.etcd.folder / f"m{member}" / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        time.sleep(MEMBER_SECONDS)
+        filler.unlink()
+        if self.etcd.has_ended(member):
+            self.etcd.kill(member)
+
+    def clock(self) -> None:
+        """The servers' wall clocks are set, forward or back."""
+        self.shift.write_text(f"{self.rng.choice('+-')}{self.rng.choice((1, 3, 60, 86_400))}")
+
     def close(self) -> None:
         for one in self.servers:
             if one.process.poll() is None:
@@ -159,7 +211,24 @@ class Replicated:
                 one.end(signal.SIGKILL)
 
 
-FAULTS = ("server", "term", "stopped", "leader", "both", "member", "majority")
+FAULTS = ("server", "term", "stopped", "leader", "both", "member", "majority", "cut", "clients", "disk", "clock")
+
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+
+
+@contextmanager
+def small_disks(folder: Path) -> Iterator[None]:
+    """Give each member of etcd a disk of its own."""
+    members = [folder / f"m{number}" for number in range(MEMBERS)]
+    for one in members:
+        one.mkdir()
+        options = f"size={DISK_BYTES},mode=0700"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(one)], check=True)
+    try:
+        yield
+    finally:
+        for one in members:
+            subprocess.run(["umount", str(one)], check=True)
 
 
 def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
@@ -167,7 +236,16 @@ def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         env = {**os.environ, "TCPSTORE_RELAY": "0"}
-        etcd = stack.enter_context(cluster(program))
+        own = fault in ("cut", "clients")
+        if own:
+            leave_for_own()
+        etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1")
+        etcd.folder.mkdir()
+        if fault == "disk":
+            stack.enter_context(small_disks(etcd.folder))
+        stack.callback(etcd.close)
+        etcd.start()
+        etcd.wait()
         servers = Replicated(folder, etcd, fault, env)
         stack.callback(servers.close)
         relayed, _ = stack.enter_context(relay(folder, servers.url, env))
