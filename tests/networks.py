@@ -95,12 +95,12 @@ def leave_for_own() -> None:
 def stopped(*selectors: str) -> Iterator[None]:
     """Stop the packets that these select, such as `to 127.0.1.0/24`, in a network of one's own."""
     for selector in selectors:
-        _ip("rule", "add", "priority", "100", *selector.split(), "blackhole")
+        _ip("rule", "add", "priority", "100", *selector.split(), "unreachable")
     try:
         yield
     finally:
         for selector in selectors:
-            _ip("rule", "delete", "priority", "100", *selector.split(), "blackhole")
+            _ip("rule", "delete", "priority", "100", *selector.split(), "unreachable")
 
 
 @functools.cache

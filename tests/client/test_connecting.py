@@ -22,7 +22,7 @@ from client.fakes import STOCK, exactly, fake_server, greet
 from support import LIMIT, free_port, run_python, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.base.deadline import Deadline
-from tcpstore_async.client.connect import _Tries
+from tcpstore_async.client.connect import _Tries, keep_alive
 from tcpstore_async.client.servers import Servers
 
 pytestmark = pytest.mark.interpreted
@@ -351,6 +351,16 @@ def test_a_host_that_is_gone_without_a_word_is_noticed(how: How) -> None:
     assert options["SO_KEEPALIVE"] == 1
     silence = options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"]
     assert silence == options["TCP_USER_TIMEOUT"] / 1000 == 300
+
+
+def test_a_host_of_several_is_given_up_soon_after_another_can_have_taken_over() -> None:
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        pytest.skip("this system has no such option")
+    with socket.socket() as peer:
+        keep_alive(peer, of_several=True)
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        idle, interval, count, unread = [peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert idle + interval * count == unread / 1000 == 3
 
 
 DEAD_HOST = """

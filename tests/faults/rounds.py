@@ -3,7 +3,7 @@
     python tests/faults/rounds.py --fault server --rounds 20 [--seed 1]
 
 Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1
-if anything was wrong. `cut`, `clients` and `disk` need root, `clock` the package faketime.
+if anything was wrong. `host`, `cut`, `clients` and `disk` need root, `clock` the package faketime.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class Replicated:
         self.said: queue.Queue[Process] = queue.Queue()
         self.ports = [free_port(), free_port()]
         self.rng = random.Random(0)
+        self.network = ExitStack()
+        """What is stopped."""
+        self.gone: Process | None = None
+        """The server whose host has no network."""
         self.shift = folder / "shift"
         """How wrong the servers' clocks are."""
         if fault == "clock":
@@ -123,6 +127,11 @@ class Replicated:
 
     def settle(self) -> None:
         """Start what has ended."""
+        if self.gone is not None:
+            self.network.close()
+            while self.gone.role == "server":
+                self.said.get(timeout=TIMEOUT)
+            self.gone = None
         self.etcd.start()
         for number, one in enumerate(self.servers):
             if one.process.poll() is not None:
@@ -172,8 +181,7 @@ class Replicated:
     def cut(self) -> None:
         """Nothing passes between the server that serves and etcd, until after another one serves."""
         before = self.serving
-        host = f"127.0.{1 + self.ports.index(before.port)}.0/24"
-        with stopped(f"to {host}", f"from {host}"):
+        with stopped(*self._etcd()):
             self.serving = self._next()
             time.sleep(self.rng.random())
         while before.role == "server":
@@ -181,8 +189,21 @@ class Replicated:
 
     def clients(self) -> None:
         """Nothing passes between the server that serves and its clients."""
-        with stopped(*[f"ipproto tcp {side} {self.serving.port}" for side in ("sport", "dport")]):
+        with stopped(*self._clients()):
             time.sleep(MEMBER_SECONDS)
+
+    def host(self) -> None:
+        """The host of the server that serves is gone, as if without power, until the next round."""
+        self.gone = self.serving
+        self.network.enter_context(stopped(*self._etcd(), *self._clients()))
+        self.serving = self._next()
+
+    def _clients(self) -> list[str]:
+        return [f"ipproto tcp {side} {self.serving.port}" for side in ("sport", "dport")]
+
+    def _etcd(self) -> list[str]:
+        addresses = f"127.0.{1 + self.ports.index(self.serving.port)}.0/24"
+        return [f"to {addresses}", f"from {addresses}"]
 
     def disk(self) -> None:
         """The disk of etcd's leader is full for a while. It ends, if it has to write more than it has space for."""
@@ -211,7 +232,20 @@ class Replicated:
                 one.end(signal.SIGKILL)
 
 
-FAULTS = ("server", "term", "stopped", "leader", "both", "member", "majority", "cut", "clients", "disk", "clock")
+FAULTS = (
+    "server",
+    "term",
+    "stopped",
+    "leader",
+    "both",
+    "member",
+    "majority",
+    "host",
+    "cut",
+    "clients",
+    "disk",
+    "clock",
+)
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 
@@ -236,7 +270,7 @@ def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         env = {**os.environ, "TCPSTORE_RELAY": "0"}
-        own = fault in ("cut", "clients")
+        own = fault in ("host", "cut", "clients")
         if own:
             leave_for_own()
         etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1")
