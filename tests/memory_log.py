@@ -49,6 +49,7 @@ class MemoryLog:
         self.holder = holder
         self.certain_until = 0.0
         self.before_append: Callable[[int], object] = lambda number: None
+        self.trouble = ""
         self._following = True
         self._closed = False
 

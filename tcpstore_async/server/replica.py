@@ -39,6 +39,9 @@ _SOON_SECONDS: Final = 1.0
 _PATIENCE: Final = 2.0
 """Seconds behind the end of the lease for which connections are kept: etcd may only be electing a leader."""
 
+_SILENT_SECONDS: Final = 1.0
+"""Time without what etcd was asked for until that is said."""
+
 _LOOK_SECONDS: Final = 0.1
 """Time between two looks whether the lease is held."""
 
@@ -171,12 +174,24 @@ class Replica:
         server.stop(for_good=False)
 
     async def _watch(self, server: UvServer, replication: Replication) -> None:
-        """Close the connections of a server that may no longer hold the epoch: their clients look for another."""
+        """Say that etcd does not do what it is asked.
+
+        Close the connections of a server that may no longer hold the epoch: their clients look for another.
+        """
+        fine, troubled = time.monotonic(), False
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if self.etcd.lost():
                 self.over.set()
-            late = time.monotonic() >= self.etcd.certain_until + _PATIENCE
+            now = time.monotonic()
+            if not self.etcd.trouble:
+                fine = now
+            if troubled != (now >= fine + _SILENT_SECONDS):
+                troubled = not troubled
+                why = f"waiting: {self.etcd.trouble}" if troubled else ""
+                server.store.hub.why_held = why
+                log.warning("%s", why or "etcd does again what it is asked")
+            late = now >= self.etcd.certain_until + _PATIENCE
             if late != server.cut_off:
                 why = "etcd has not answered for so long that another server may serve" if late else ""
                 server.store.hub.why_held = why
@@ -221,7 +236,11 @@ class Replica:
         """Follow the log until the epoch is ours, and everything is read."""
         said = ""
         while True:
-            instance = await asyncio.to_thread(self.etcd.open, self._settings, self._limit)
+            opening = asyncio.ensure_future(asyncio.to_thread(self.etcd.open, self._settings, self._limit))
+            await asyncio.wait([opening], timeout=_SILENT_SECONDS)
+            if not opening.done():
+                log.warning("waiting: %s", self.etcd.trouble or "etcd has not answered yet")
+            instance = await opening
             self._limit = math.inf
             server = self._make(instance)
             replication = Replication(server.engine(), server.links, server.turn, self.etcd)

@@ -359,8 +359,8 @@ def test_a_host_of_several_is_given_up_soon_after_another_can_have_taken_over() 
     with socket.socket() as peer:
         keep_alive(peer, of_several=True)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
-        idle, interval, count, unread = [peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
-    assert idle + interval * count == unread / 1000 == 3
+        idle, interval, count, given_up = [peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert idle + interval * count == given_up / 1000 == 3
 
 
 DEAD_HOST = """

@@ -206,8 +206,8 @@ class Replicated:
         return [f"to {addresses}", f"from {addresses}"]
 
     def disk(self) -> None:
-        """The disk of etcd's leader is full for a while. It ends, if it has to write more than it has space for."""
-        member = self.etcd.leader()
+        """The disk of a member of etcd is full for a while. It ends, if it has to write more than it has space for."""
+        member = 0  # always the same: what it had may be beyond repair
         filler = self.etcd.folder / f"m{member}" / "filler"
         try:
             with filler.open("wb", buffering=0) as file:

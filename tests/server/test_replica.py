@@ -430,6 +430,23 @@ async def test_a_standby_outlives_an_etcd_that_is_silent_when_a_snapshot_is_due(
         assert await two.peer().ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
 
 
+async def test_a_server_says_why_it_waits_for_etcd(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said nothing, while its clients waited."""
+    monkeypatch.setattr(replica_module, "_SILENT_SECONDS", 0.001)
+    async with processes(1) as (_memory, (one,)):
+        one.log.trouble = "the database has no space"
+        hub = one.server.store.hub
+        while not hub.why_held:
+            await asyncio.sleep(0.01)
+        assert hub.why_held == caplog.messages[-1] == "waiting: the database has no space"
+        one.log.trouble = ""
+        while hub.why_held:
+            await asyncio.sleep(0.01)
+        assert caplog.messages[-1] == "etcd does again what it is asked"
+
+
 async def test_who_comes_while_a_record_is_appended_is_closed_when_the_server_is_cut_off() -> None:
     """No descriptor stays open that nobody would serve for as long as etcd does not answer."""
     async with processes(1) as (_memory, (one,)):

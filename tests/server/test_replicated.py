@@ -152,6 +152,13 @@ def test_mistakes_are_one_line(options: list[str], status: int, said: str, tmp_p
     assert "Traceback" not in done.stderr.decode()
 
 
+def test_a_server_says_at_once_that_it_waits_for_etcd() -> None:
+    done = tcpstore("serve", "--port", str(free_port()), "--etcd", "http://127.0.0.1:1")
+    waiting, gave_up = [line for line in done.stderr.decode().splitlines() if "etcd" in line]
+    assert "waiting: etcd at http://127.0.0.1:1: failed to connect" in waiting
+    assert "no member of etcd answers" in gave_up
+
+
 def test_other_settings_than_the_others(etcd: Cluster) -> None:
     server = Process(etcd, "settings")
     server.said()
