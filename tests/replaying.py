@@ -65,7 +65,7 @@ NOT_KEPT = {
     *("on_created", "on_released", "open_port", "close_port", "on_leave", "on_return"),
     *("running", "partial", "freeing", "working", "to_work"),
     *("command", "_last_key", "on_link", "on_end", "on_refused", "on_refusal", "on_failure"),
-    *("_parts", "_reply", "recorder", "unnamed", "unvalidated", "_listing", "weight", "_ahead"),
+    *("_parts", "_reply", "recorder", "examines", "unnamed", "unvalidated", "_listing", "weight", "_ahead"),
 }
 """Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere."""
 

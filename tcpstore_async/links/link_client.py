@@ -23,10 +23,13 @@ from ..wire.link import (
     DESCRIBE,
     DESCRIPTION_BYTES,
     END_OF_FILE,
+    EXAMINE,
+    EXAMINED,
     GOING_AWAY,
     LINK,
     LOST,
     OPEN,
+    QUESTION,
     REPLY_CREDIT_BYTES,
     REQUEST_CREDIT_BYTES,
     SESSION_MASK,
@@ -73,7 +76,7 @@ class ClientLink(Link):
         """Make a link with a new identity.
 
         `place` identifies the holder of the link, such as the host and port of a relay: a new link ends the previous
-        one of its place. `describe` describes the holder for the server's log.
+        one of its place. `describe` describes the holder: further items of LINK.
         """
         super().__init__(Uncounted())
         self.identity = secrets.token_bytes(16)
@@ -89,6 +92,8 @@ class ClientLink(Link):
         """Whether the server has ended the link."""
         self.describes = False
         """Whether the server accepts descriptions of ranks."""
+        self.question: tuple[int, int] | None = None
+        """Number of the server's last question, and within how many milliseconds its holder is to `answer` it."""
         self._attempts: int = 0
         """Number of LINKs sent."""
         self._last: int = 0
@@ -173,6 +178,10 @@ class ClientLink(Link):
         if self.streams.pop(stream.number, None) is not None:
             self.add(CLOSE, stream.number, LOST)
 
+    def answer(self, number: int, report: bytes) -> None:
+        """Answer the question of this number."""
+        self.add(EXAMINED, LINK, U32.pack(number) + report)
+
     def close_link(self) -> None:
         """End the link, with all its streams."""
         self.add(CLOSE, LINK, LOST)
@@ -212,6 +221,9 @@ class ClientLink(Link):
                 stream.closed()
         elif kind == GOING_AWAY:
             self.going_away = True
+        elif kind == EXAMINE and len(payload) == QUESTION.size:
+            number, milliseconds = QUESTION.unpack(payload)
+            self.question = number, milliseconds
         else:
             raise ProtocolError(f"unexpected frame of kind {kind}")
 

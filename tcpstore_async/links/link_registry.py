@@ -117,6 +117,7 @@ class LinkRegistry(LinkWork):
             self.attaching[link] = session
             self.store.hub.pending_flush.append(session)
         else:
+            link.examines = bool(said.get(b"examines"))
             link.attach(session, taken)
         return self._reply(RESUMED if instance else NEW, link.carrier.stream.taken)
 

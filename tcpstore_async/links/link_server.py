@@ -29,10 +29,13 @@ from ..wire.link import (
     DESCRIBE,
     DESCRIPTION_BYTES,
     END_OF_FILE,
+    EXAMINE,
+    EXAMINED,
     LINK,
     LOST,
     MAX_CREDIT,
     OPEN,
+    QUESTION,
     REFUSED,
     U16,
     U32,
@@ -104,6 +107,8 @@ class ServerLink(SharedLink):
         """Whether its connection has authenticated."""
         self.access: Access | None = None
         """The access of its connection and sessions, if it has authenticated; None for everything."""
+        self.examines = False
+        """Whether the client of its connection answers EXAMINE."""
         self.noted = False
         """Whether the registry will call `_send_noted`."""
         self._last_opened: int = 0
@@ -237,6 +242,8 @@ class ServerLink(SharedLink):
             self._close(session, payload)
         elif kind == DESCRIBE:
             self._describe(session, payload)
+        elif kind == EXAMINED and session == LINK and len(payload) > U32.size:
+            self.registry.on_examined(self, U32.unpack_from(payload)[0], payload[U32.size :])
         else:
             raise ProtocolError(f"unexpected frame of kind {kind}")
 
@@ -308,6 +315,13 @@ class ServerLink(SharedLink):
                 linked.close()
 
     # Out
+
+    def examine(self, number: int, milliseconds: int) -> None:
+        """Ask what the processes of ranks do; the answer is for `LinkWork.on_examined`."""
+        if self.registry.clock.enters(self, "examine", number, milliseconds):
+            return
+        self.add(EXAMINE, LINK, QUESTION.pack(number, milliseconds))
+        self.note()
 
     def note(self) -> None:
         """Schedule sending the frames added outside of `take_some`."""

@@ -7,7 +7,7 @@ Invariant: a portion of work takes no longer than a few milliseconds.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from ..session.server import ServerSession
 from ..session.store import PORTION, Store
@@ -56,6 +56,9 @@ class LinkWork:
         """Called with the host and port of a rank whose session exceeds the limit."""
         self.on_refusal: Callable[[str, str, str], object] = ignore
         """Called when a link, or a session on one, is refused, with the peer's host, the peer and the reason."""
+        self.on_examined: Callable[[Any, int, bytes], object] = ignore
+        """Called with a link, the number of a question and the report that answers it. It is no part of the event: it
+        must not enter the stores."""
         self.on_failure: Callable[[Transport], object] | None = None
         """Called in an exception handler to close a session that failed. Without it, the exception is raised."""
         self.stopping = False

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ..base.addresses import format_address
@@ -31,6 +32,7 @@ from ..server.peer_user import PeerUsers, UnknownOwnerError
 from ..server.poller import READ, WRITE, WatchWith, make_poller
 from ..server.rate_limited_log import RateLimitedLog
 from .entering import Entry
+from .examining import Examiner
 
 _read: Final = os.read
 _write: Final = os.write
@@ -96,6 +98,8 @@ class Rank(Stream):
         """When the kernel last took some of `unsent`, while `leaving`."""
         self.described = relay.describe is None
         """Whether the rank has been described, as far as its first bytes identify it."""
+        self.pid: int = 0
+        """Of its process, if that is one of this machine; else 0."""
         self._head: bytes = b""
         """Its first bytes, while it is not `described`."""
         self.greeting: int = 0 if relay.entry is None else len(relay.entry.greeting)
@@ -210,8 +214,9 @@ class Rank(Stream):
             return
         self._head = b""
         self.described = True
-        if relay.link.describes and relay.describe is not None:
-            relay.link.describe(self, relay.describe(head, self.host))
+        if relay.describe is not None:
+            self.pid, known = relay.describe(head, self.host)
+            relay.link.describe(self, known)
 
     def end(self) -> None:
         """Tell the server that the rank sends no more."""
@@ -315,13 +320,15 @@ class Relay:
         make_link: Callable[[], ClientLink],
         watch_with: WatchWith = make_poller,
         users: PeerUsers | None = None,
-        describe: Callable[[bytes, str], dict[str, str]] | None = None,
+        describe: Callable[[bytes, str], tuple[int, dict[str, str]]] | None = None,
         entry: Entry | None = None,
+        examiner: Examiner | None = None,
     ) -> None:
         """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting.
 
-        With `users`, only connections of this process's user are accepted. `describe` returns what is known about a
-        rank, given its first `HEAD_BYTES` bytes and its address. With `entry`, ranks enter a named store.
+        With `users`, only connections of this process's user are accepted. `describe` returns the pid of a rank, or 0,
+        and what is known about it, given its first `HEAD_BYTES` bytes and its address. With `entry`, ranks enter a
+        named store. `examiner` finds out what they do, when the server asks.
         """
         self.listener = listener
         self.host: str = listener.getsockname()[0]
@@ -361,6 +368,7 @@ class Relay:
         self.users = users
         self.describe = describe
         self.entry = entry
+        self.examiner = examiner
         self.poller = watch_with(self.loop, self.ready)
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(Limits().audit_lines)
@@ -396,6 +404,8 @@ class Relay:
         if self.stopped:
             return
         self.stop_accepting()
+        if self.examiner is not None:
+            self.examiner.close()
         self.close_ranks()
         if self._upstream >= 0:
             self.link.close_link()
@@ -711,10 +721,24 @@ class Relay:
         if link.is_over:
             self._break("the server has stopped")
             return False
+        if link.question is not None:
+            self._examine(link, *link.question)
         if link.going_away and not link.streams:
             self.end_link()
             return False
         return True
+
+    def _examine(self, link: ClientLink, number: int, milliseconds: int) -> None:
+        """Answer a question of the server, later."""
+        link.question = None
+        if self.examiner is not None:
+            pids = {rank.pid for rank in self.ranks.values()} - {0}
+            self.examiner.examine(number, milliseconds / 1000, pids, partial(self._answer, link))
+
+    def _answer(self, link: ClientLink, number: int, report: bytes) -> None:
+        if link is self.link:
+            link.answer(number, report)
+            self.flush()
 
     def _lose_upstream(self, reason: str) -> None:
         self.disconnect()

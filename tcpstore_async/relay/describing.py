@@ -32,24 +32,27 @@ _VARIABLES: Final = {
 }
 
 
-def describer() -> Callable[[bytes, str], dict[str, str]]:
-    """Return a function that describes a rank, given its first ten bytes and its address."""
+def describer() -> Callable[[bytes, str], tuple[int, dict[str, str]]]:
+    """Return a function that returns the pid of a rank, 0 if it is not known, and a description.
+
+    It is given the first ten bytes of the rank, and its address.
+    """
     name = socket.gethostname()[:_LONGEST]
     local: dict[str, bool] = {}
 
-    def describe(head: bytes, host: str) -> dict[str, str]:
+    def describe(head: bytes, host: str) -> tuple[int, dict[str, str]]:
         if host not in local:
             if len(local) >= _MOST_HOSTS:
                 local.clear()
             local[host] = is_local(host)
         validate, magic, ping, pid = _HANDSHAKE.unpack(head)
         if not local[host] or (validate, magic, ping) != (_VALIDATE, MAGIC, _PING):
-            return {}
+            return 0, {}
         environment = read_environment(pid)
         known = {"host": name}
         for what, variable in _VARIABLES.items():
             if text := environment.get(variable):
                 known[what] = text[:_LONGEST]
-        return known
+        return pid, known
 
     return describe

@@ -31,6 +31,7 @@ from ..serving import tune_gc
 from .core import Relay
 from .describing import describer
 from .entering import Entry
+from .examining import Examiner
 from .upstream import Upstream
 
 log = logging.getLogger("tcpstore_async.server")
@@ -81,6 +82,7 @@ async def relay(
             users=users,
             describe=describer(),
             entry=None if store is None else Entry(store, address_of(*where)),
+            examiner=Examiner(),
         )
         upstream = Upstream(running, servers, token, files)
         connecting: asyncio.Task[None] | None = None
@@ -201,4 +203,4 @@ def _report(task: "asyncio.Task[None]") -> None:
 
 
 def _description() -> dict[str, str]:
-    return {"host": socket.gethostname()[:64], "pid": str(os.getpid())}
+    return {"host": socket.gethostname()[:64], "pid": str(os.getpid()), "examines": "1"}

@@ -10,7 +10,7 @@ about the server, portions of what was asked for (`observe/inspection.py`), and 
 it early. `"store": "…"` selects a named store; without it, sessions, counters and samples are those of all stores, and
 keys and barriers those of the unnamed store. `"drop": "…"` first ends the store of that name, `"stop": true` the whole
 server; `"replace": "…"` has it pass its listening socket to the server that waits there, and leave its stores to that;
-`"promote": true` has it let a server serve that stands by.
+`"promote": true` has it let a server serve that stands by. `{"ask": ["stacks"]}` has it ask relays what their ranks do.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from ..session.named_stores import NamedStore
 from ..session.store import Store
 from . import admin_path
 from .base import Server
+from .examining import Question
 from .fork_safety import close_on_fork
 from .listen_socket import accept_queue
 from .persistence import JournalPersistence
@@ -62,6 +63,12 @@ _MONITOR: Final = "monitor"
 """The part of a reply that is a stream of samples."""
 
 _MOST_MONITORS: Final = 4
+
+_STACKS: Final = "stacks"
+"""The part of a reply that relays give."""
+
+_MOST_SECONDS: Final = 10.0
+"""Longest time for that."""
 
 _SAMPLE_SECONDS: Final = 0.1
 """Time between two portions of samples."""
@@ -103,6 +110,8 @@ class Request(msgspec.Struct):
     """For `monitor`: one command in this many is sent."""
     values: bool = False
     """For `monitor`: whether values are sent."""
+    seconds: float = 2.0
+    """For `stacks`: within which relays answer."""
     store: str | None = None
     drop: str | None = None
     stop: bool = False
@@ -159,6 +168,8 @@ class Admin:
         self._timer: asyncio.TimerHandle | None = None
         self._peers: set[asyncio.Task[None]] = set()
         self._monitors: set[Monitor] = set()
+        self._question: Question | None = None
+        """The last one to relays."""
         self._audited: set[tuple[str, str]] = set()
         """Users with their processes, and their requests."""
         self._closed = False
@@ -235,27 +246,17 @@ class Admin:
                 return
             else:
                 request = f"there are already {_MOST_MONITORS} monitors"
-        lines, size = [], 0
-        began = time.perf_counter()
-        due = 0.0  # seconds that the store's peers get before the reply continues
-        for fact in self._facts(request):
-            if fact:
-                lines.append(_encode(fact))
-                size += len(lines[-1])
-            due += (time.perf_counter() - began) * _SHARE
-            if size >= _AT_ONCE:
-                await _write(writer, b"".join(lines))
-                lines, size = [], 0
-            began = time.perf_counter()
-            while due > 0.0:
-                await asyncio.sleep(0)
-                now = time.perf_counter()
-                due = due - (now - began) if now - began > _IDLE_SECONDS else 0.0
-                began = now
-        await _write(writer, b"".join(lines))
-        if writer.can_write_eof():
-            writer.write_eof()
-        await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer closes once it has the whole reply
+        if isinstance(request, Request) and request.ask == [_STACKS]:
+            if self._question is not None and not self._question.over:
+                request = "relays are being asked already"
+            elif not 0 < request.seconds <= _MOST_SECONDS:
+                request = f"invalid request: seconds must be at most {_MOST_SECONDS:g}"
+            else:
+                await self._examine(request.seconds, writer)
+                await _finish(reader, writer)
+                return
+        await _send(writer, self._facts(request))
+        await _finish(reader, writer)
         if isinstance(request, Request) and request.stop and self.server.on_end is not None:
             self.server.on_end(None)
         if isinstance(request, Request) and request.replace is not None and self.server.on_replace is not None:
@@ -291,8 +292,19 @@ class Admin:
             with suppress(asyncio.CancelledError, OSError):
                 await ended
 
+    async def _examine(self, seconds: float, writer: asyncio.StreamWriter) -> None:
+        """Send what relays answer, as it comes."""
+        question = self._question = Question(self.server, seconds)
+        try:
+            await _write(writer, _encode({"server": self._about()}))
+            while await question.wait():
+                await _send(writer, question.answers())
+            await _write(writer, _encode({"relays": question.relays()}) + _encode({"end": True}))
+        finally:
+            question.end()
+
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
-        """Log a request: each drop, and anything else once per process."""
+        """Log a request: each drop and each examination, and anything else once per process."""
         user = _user(writer)
         if isinstance(request, Request) and request.stop:
             asked = "asked the server to stop"
@@ -300,6 +312,8 @@ class Admin:
             asked = "asked the server to let another one take its place"
         elif isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
+        elif isinstance(request, Request) and request.ask == [_STACKS]:
+            asked = "asked what ranks do"
         else:
             asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
             if (user, asked) in self._audited:  # `tcpstore stat` repeats its request each second
@@ -373,7 +387,7 @@ class Admin:
         }
         for part in request.ask:
             if part not in parts:
-                known = f"choose from {', '.join(parts)}, or {_MONITOR} by itself"
+                known = f"choose from {', '.join(parts)}, or {_MONITOR} or {_STACKS} by itself"
                 yield {"error": f"unknown part {part!r}; {known}"}
                 return
             portions = parts[part]()
@@ -443,6 +457,35 @@ def _no_store(name: str) -> str:
 def _encode(fact: dict[str, Any]) -> bytes:
     """Return a line of the reply."""
     return msgspec.json.encode(fact) + b"\n"
+
+
+async def _send(writer: asyncio.StreamWriter, facts: Iterable[dict[str, Any]]) -> None:
+    """Send what is computed meanwhile, with time for the store's peers. Raises OSError and TimeoutError."""
+    lines, size = [], 0
+    began = time.perf_counter()
+    due = 0.0  # seconds that they get before the reply continues
+    for fact in facts:
+        if fact:
+            lines.append(_encode(fact))
+            size += len(lines[-1])
+        due += (time.perf_counter() - began) * _SHARE
+        if size >= _AT_ONCE:
+            await _write(writer, b"".join(lines))
+            lines, size = [], 0
+        began = time.perf_counter()
+        while due > 0.0:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            due = due - (now - began) if now - began > _IDLE_SECONDS else 0.0
+            began = now
+    await _write(writer, b"".join(lines))
+
+
+async def _finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """End a reply, and wait until its peer has all of it, and closes. Raises OSError and TimeoutError."""
+    if writer.can_write_eof():
+        writer.write_eof()
+    await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -30,6 +30,9 @@ U32: Final = Struct("<I")
 U64: Final = Struct("<Q")
 """A count of bytes in a payload."""
 
+QUESTION: Final = Struct("<II")
+"""The payload of EXAMINE."""
+
 LINK: Final = 0
 """Session number of frames that concern the link itself."""
 
@@ -51,6 +54,11 @@ DESCRIBE: Final = 6
 ACK: Final = 7
 """On session 0: u64, how many bytes of frames the sender has taken so far, over all connections."""
 
+EXAMINE: Final = 8
+"""On session 0: the number of a question, and within how many milliseconds it is to be answered."""
+EXAMINED: Final = 9
+"""On session 0: u32, the number of the question, and what the processes of the client's ranks do, as JSON."""
+
 DESCRIPTION_BYTES: Final = 1024
 """Longest payload of a DESCRIBE frame."""
 
@@ -60,6 +68,9 @@ LOST: Final = b"\1"
 """Reason: the rank's connection, or the server's session, is gone."""
 REFUSED: Final = b"\2"
 """Reason: a limit does not allow the session."""
+
+REPORT_BYTES: Final = PIECE_BYTES - U32.size
+"""Longest report in an EXAMINED frame."""
 
 REPLY_CREDIT_BYTES: Final = 256 * 1024
 """Bytes of DATA that the server may send for a new session before any CREDIT."""

@@ -53,7 +53,7 @@ AT_REST = {
     "NamedStore": {"name", "incarnation"},
     "ServerSession": set(),
     "LinkedSession": {"link", "number"},
-    "ServerLink": {"place", "_taking"},
+    "ServerLink": {"examines", "place", "_taking"},
     "SingleLink": {"registry", "session", "stream", "carrier"},
     "LargeValue": {"codec"},
     "PartialValues": {"codec"},

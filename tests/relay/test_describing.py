@@ -98,13 +98,14 @@ def test_a_server_that_does_not_understand_it_is_not_told(tmp_path: Path, pid: i
 
 def test_who_is_not_known_is_not_described(pid: int) -> None:
     describe = describer()
-    assert describe(HANDSHAKE + ping(pid), "127.0.0.1")["rank"] == "3"
-    assert describe(HANDSHAKE + ping(pid), "192.0.2.1") == {}
-    assert describe(HANDSHAKE + b"\x07" * 5, "127.0.0.1") == {}
-    assert describe(b"\x07" * 10, "127.0.0.1") == {}
-    assert describe(HANDSHAKE + ping(2**32 - 1), "::1") == {"host": socket.gethostname()}
+    known, description = describe(HANDSHAKE + ping(pid), "127.0.0.1")
+    assert (known, description["rank"]) == (pid, "3")
+    assert describe(HANDSHAKE + ping(pid), "192.0.2.1") == (0, {})
+    assert describe(HANDSHAKE + b"\x07" * 5, "127.0.0.1") == (0, {})
+    assert describe(b"\x07" * 10, "127.0.0.1") == (0, {})
+    assert describe(HANDSHAKE + ping(2**32 - 1), "::1") == (2**32 - 1, {"host": socket.gethostname()})
 
 
 def test_long_values_are_cut() -> None:
     with process_with({"RANK": "9" * 100_000}) as pid:
-        assert describer()(HANDSHAKE + ping(pid), "127.0.0.1")["rank"] == "9" * 200
+        assert describer()(HANDSHAKE + ping(pid), "127.0.0.1")[1]["rank"] == "9" * 200

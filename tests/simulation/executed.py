@@ -95,7 +95,9 @@ class Executed:
                 for entry in self.places.values():
                     entry.lost = self.now
                 self.lost = dict.fromkeys(self.lost, self.now)
-            case (_, "named" | "keyspace") | ("hold", "links") | ("flush", "transport") | ("evict", "session"):
+            case (_, "named" | "keyspace") | ("hold", "links") | ("examine", "link"):
+                pass
+            case ("flush", "transport") | ("evict", "session"):
                 pass
             case _:
                 raise Difference(f"unexpected: {event}")

@@ -39,6 +39,7 @@ from simulation.resuming import RANKS, Client, Observer, Rank, Relay, Single, Wi
 from tcpstore_async.auth.access import Access
 from tcpstore_async.base.clock import Recorder
 from tcpstore_async.base.limits import LINK_GRACE, Limits
+from tcpstore_async.links.link_server import ServerLink
 from tcpstore_async.log.events import EventRecorder
 from tcpstore_async.log.journal import Instance
 from tcpstore_async.log.records import Reader, Record, Snapshot
@@ -74,6 +75,8 @@ class World:
         self.now = 1000.0
         self.errors = Errors()
         self.serial = 0
+        self.question = 0
+        """The number of the last question to relays."""
         self.wires: dict[int, Wire] = {}
         """Keyed by serial number."""
         self.gone: list[Wire] = []
@@ -190,6 +193,7 @@ class World:
         * `("break", c)`: the connection is lost, and the server hears of that with the next `("notice",)`
         * `("connect", c)`: c connects, if it has no connection
         * `("time", s)`: so many seconds pass
+        * `("examine",)`: relays are asked what their ranks do
         """
         getattr(self, "_do_" + step[0])(*step[1:])
 
@@ -262,6 +266,33 @@ class World:
                     wires.append(wire)
                 self._send(wire, len(wire.up) if count < 0 else count)
         self.serve(wires)
+
+    def _do_examine(self) -> None:
+        def examine() -> None:
+            self._examine(self.server)
+            self.loop.run_once()
+
+        self._guarded(examine)
+
+    def _examine(self, server: UvServer) -> None:
+        """Ask relays what their ranks do, as `examining.Question` does."""
+        self.question += 1
+        number = self.question
+
+        def ask() -> None:
+            with server.turn:
+                for link in server.links.links.values():
+                    if link.examines and link.connection is not None:
+                        link.examine(number, 1500)
+
+        server.links.on_examined = self._examined
+        server.call_soon(ask)
+
+    def _examined(self, link: ServerLink, number: int, report: bytes) -> None:
+        client = self.clients[int(report)]
+        assert isinstance(client, Relay)
+        if link.place != client.link.place.encode() or not 0 < number <= client.asked <= self.question:
+            raise Difference(f"{client} has not answered question {number}")
 
     def _do_doze(self, number: int) -> None:
         self.clients[number].dozing = True
@@ -557,7 +588,7 @@ COMMANDS: Final = {
 
 CLIENTS: Final = {
     "send": 60, "cancel": 8, "leave": 1, "close": 0.4, "ask": 8, "turn": 40, "doze": 1, "read": 3, "break": 4,
-    "notice": 3, "connect": 20, "time": 3,
+    "notice": 3, "connect": 20, "time": 3, "examine": 4,
 }  # fmt: skip
 """Steps of clients, and of time."""
 
@@ -659,7 +690,7 @@ class Chooser:
             case "turn":
                 several = tuple(rng.sample(range(self.clients), rng.randrange(1, self.clients + 1)))
                 return kind, several, -1 if rng.random() < 0.7 else rng.randrange(1, self._bytes)
-            case "notice":
+            case "notice" | "examine":
                 return (kind,)
             case "time":
                 return kind, rng.choice((0.5, 2.0, 6.0, 20.0, 40.0))

@@ -35,6 +35,7 @@ from tcpstore_async.log.events import EventRecorder
 from tcpstore_async.log.records import read_alone
 from tcpstore_async.log.replay import Replayer
 from tcpstore_async.server.persistence import Persistence
+from tcpstore_async.server.replica import Replica
 from tcpstore_async.server.replication import Replication
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.session.budget import Budget, Holder
@@ -481,7 +482,8 @@ def _unrecorded(real: Method) -> Method:
     """Return the method as one that is no event."""
 
     def method(subject: Any, *given: Any) -> Any:
-        recorder = (subject.link.registry if isinstance(subject, LinkedSession) else subject).clock.recorder
+        of: Any = subject.link if isinstance(subject, LinkedSession) else subject
+        recorder = getattr(of, "registry", of).clock.recorder
         if recorder is None or recorder.inside:
             return real(subject, *given)
         recorder.inside = True
@@ -534,6 +536,7 @@ JOURNALED: dict[str, Plant] = {
     "a read is answered before what it shows is durable": (UvServer, "_commit", _commits_for_links),
     "a tick is in no record": (LinkRegistry, "tick", _unrecorded),
     "a flush is in no record": (LinkedSession, "flush", _unrecorded),
+    "a question to a relay is in no record": (ServerLink, "examine", _unrecorded),
     "a token is checked again": (Replayer, "answer", _instead(lambda replayer, ask: ask())),
     "connections of a server that has ended go on": (Persistence, "break_all", _instead(lambda *_: None)),
     "a session takes again what it took before a restart": (
@@ -622,6 +625,7 @@ REPLICATED: dict[str, Plant] = {
     "a server without the epoch appends": (Log, "attempt", _instead(_accepts_all)),
     "another attempt to append has another number": (Log, "attempt", _counts_attempts),
     "who follows skips a record": (Replication, "follow", _skips),
+    "a server serves before it has read the rest": (Replica, "_read_rest", _instead(lambda *_: None)),
 }
 
 

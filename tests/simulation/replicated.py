@@ -274,6 +274,14 @@ class World(Clients):
         if following is not None and process.runs():
             self._guarded(partial(following.replication.make_snapshot))
 
+    def _do_examine(self) -> None:
+        for process in self.processes:
+            if process.serves():
+                assert process.server is not None
+                with process.running():
+                    self._examine(process.server)
+        self._guarded(self.run)
+
     # The end
 
     def calm(self) -> None:

@@ -350,10 +350,12 @@ class Relay(Client):
 
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
+        self.asked = 0
+        """The number of the last question that it has answered."""
         self.begin()
 
     def begin(self) -> None:
-        self.link = ClientLink(f"host:{self.number}")
+        self.link = ClientLink(f"host:{self.number}", {"examines": "1"} if self.number % 3 else {})
         self.frames = bytearray()
         """All frames."""
         self.ranks: list[LinkedRank | None] = [None] * RANKS
@@ -395,6 +397,9 @@ class Relay(Client):
 
     def receive(self, data: bytes) -> None:
         self.link.receive(data)
+        if self.link.question is not None:
+            (self.asked, _), self.link.question = self.link.question, None
+            self.link.answer(self.asked, b"%d" % self.number)
 
     def lose(self) -> None:
         super().lose()

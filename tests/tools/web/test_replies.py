@@ -149,7 +149,8 @@ def test_lines(tmp_path: Path) -> None:
 def test_what_may_not_be_asked_for(tmp_path: Path) -> None:
     """Nothing that shows values, never ends or changes anything."""
     with AdminStub(tmp_path / "s", []) as admin, answering(admin.path) as port:
-        assert get(port, "/api/lines?ask=keys,monitor")[0] == 400
+        for part in ("monitor", "stacks"):
+            assert get(port, f"/api/lines?ask=keys,{part}")[0] == 400
         assert "unknown part 'x'" in get(port, "/api/lines?ask=x")[1]
         until(lambda: admin.asked)
         admin.facts = [json.dumps(line).encode() for line in ({"server": SERVER}, {"stats": stats()}, {"end": True})]

@@ -248,6 +248,16 @@ def test_the_layout_of_frames() -> None:
     assert held <= link.sent
 
 
+def test_a_question_and_its_answer() -> None:
+    link, _ = end()
+    link.receive(frame(8, 0, struct.pack("<II", 2**32 - 1, 1500)))
+    assert link.question == (2**32 - 1, 1500)
+    link.answer(2**32 - 1, b"{}")
+    assert sent(link) == frame(9, 0, b"\xff\xff\xff\xff{}")
+    with pytest.raises(ProtocolError):
+        link.receive(frame(8, 0, bytes(7)))
+
+
 def test_a_link_that_is_resumed_by_another_server() -> None:
     link, _ = end()
     with pytest.raises(ProtocolError, match="resumed a link that belongs to"):

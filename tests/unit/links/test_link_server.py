@@ -291,6 +291,9 @@ def test_a_link_without_sessions_is_resumed() -> None:
         [(6, 2, b"rank=1")],
         [(6, 1, bytes(1025))],
         [(7, 0, b"")],
+        [(8, 0, bytes(8))],
+        [(9, 0, bytes(4))],
+        [(9, 1, bytes(5))],
     ],
     ids=str,
 )
@@ -327,6 +330,23 @@ def test_a_rank_is_described(target: LinkTarget) -> None:
     target.carrier.session.receive(stream((2, 1, b"\1"), (6, 1, b"rank=5")))
     target.serve()
     assert list(server_end(target).sessions) == [2]
+
+
+def test_a_relay_is_asked_what_its_ranks_do(registry: LinkRegistry) -> None:
+    """What it answers is handed on as it is. Whether it can, it says with each LINK."""
+    answers: list[tuple[bytes, int, bytes]] = []
+    registry.on_examined = lambda link, number, report: answers.append((link.carrier.identity, number, report))
+    ask(registry)
+    link = registry.links[ID]
+    assert not link.examines
+    session = ask(registry, examines=b"1", instance=b"this server", taken=b"0", told=b"0").session
+    assert link.examines
+    link.examine(2**32 - 1, 1500)
+    while registry.work():
+        pass
+    assert b"".join(session.out) == struct.pack("<IIII", 0, 8 | 8 << 24, 2**32 - 1, 1500)
+    session.receive(stream((9, 0, b"\1\0\0\0{}"), (9, 0, b"\2\0\0\0?")))
+    assert answers == [(ID, 1, b"{}"), (ID, 2, b"?")]
 
 
 def test_more_data_than_there_is_credit_for(target: LinkTarget) -> None:
