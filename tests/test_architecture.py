@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "base": 1,
-    "wire": 2,
+    "wire": 2, "stacks": 2,
     "auth": 3, "keyspace": 3,
     "session": 4,
     "links": 5,
@@ -49,7 +49,11 @@ OF_THE_MACHINE = {
 }
 """Files in these folders that are about it: clocks, threads, processes, files, other servers."""
 
-STARTED = {("server/owned_process.py", "__main__"), ("server/process/parent.py", "serving")}
+STARTED = {
+    ("server/owned_process.py", "__main__"),
+    ("server/process/parent.py", "serving"),
+    ("relay/examining.py", "stacks"),
+}
 """What the programs of processes import that a module starts: texts, and words after `-m`."""
 
 BY_NAME = {

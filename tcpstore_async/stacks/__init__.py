@@ -1,0 +1,1 @@
+"""What processes do: looked at from outside, and told by a responder in them."""
