@@ -1,0 +1,129 @@
+"""Asks the responders of processes where they are.
+
+Knows their sockets, and the file in memory to which a signal writes frames. Must not know what processes do.
+Invariants: a signal goes only to a process that catches it, by a descriptor of that very process. Who answers is the
+process that was asked.
+"""
+
+import os
+import re
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from .frames import written
+from .responder import NAME, Answer, caught, peer
+
+_MOST_BYTES: Final = 1 << 16
+_DUMP_SECONDS: Final = 0.2
+"""After which a signal has not been handled, as by a process that the kernel has frozen."""
+_POLL_SECONDS: Final = 0.005
+
+_FILE: Final = re.compile(rf"/memfd:{NAME}(\d+) \(deleted\)")
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
+
+
+def ask(pids: Iterable[int], seconds: float) -> dict[int, Answer | None]:
+    """Return the answers of responders, keyed by pid; None of those that do not answer in time.
+
+    Processes without a responder are left out.
+    """
+    answers: dict[int, Answer | None] = {}
+    asked: dict[int, tuple[int, socket.socket, bytearray]] = {}
+    poll = select.poll()
+    until = time.monotonic() + seconds
+    try:
+        for pid in pids:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            asked[connection.fileno()] = pid, connection, bytearray()
+            try:
+                connection.connect(f"\0{NAME}{pid}")
+                if peer(connection)[0] != pid:
+                    continue
+            except BlockingIOError:  # several ask it, so that it does not answer them
+                answers[pid] = None
+            except OSError:
+                continue
+            else:
+                answers[pid] = None
+                poll.register(connection, select.POLLIN)
+        waiting = len(answers)
+        while waiting and (left := until - time.monotonic()) > 0:
+            for number, _ in poll.poll(left * 1000):
+                pid, connection, data = asked[number]
+                if _received(connection, data):
+                    continue
+                poll.unregister(connection)
+                waiting -= 1
+                try:
+                    answers[pid] = msgspec.json.decode(data, type=Answer)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    pass  # it ended
+    finally:
+        for _, connection, _ in asked.values():
+            connection.close()
+    return answers
+
+
+def _received(connection: socket.socket, data: bytearray) -> bool:
+    """Receive into `data`; return whether there may be more."""
+    try:
+        received = connection.recv(_MOST_BYTES)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    data += received
+    return bool(received) and len(data) < _MOST_BYTES
+
+
+def dumped(pid: int, until: float) -> tuple[str, ...]:
+    """Return the frames of a process that does not get the GIL, written by its signal handler; empty if it has none.
+
+    A system call that the kernel does not restart, such as a sleep in C, is interrupted.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return ()
+    try:
+        return _dumped(pid, process, min(until, time.monotonic() + _DUMP_SECONDS))
+    except OSError:
+        return ()  # it has ended, or may not be looked at
+    finally:
+        os.close(process)
+
+
+def _dumped(pid: int, process: int, until: float) -> tuple[str, ...]:
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        found = _FILE.fullmatch(os.readlink(f"{folder}/{name}"))
+        if found is None or time.monotonic() >= until or not caught(pid) >> (int(found[1]) - 1) & 1:
+            continue
+        file = os.open(f"{folder}/{name}", os.O_RDWR)
+        try:
+            os.ftruncate(file, 0)
+            signal.pidfd_send_signal(process, int(found[1]))
+            return _read(file, until)
+        finally:
+            os.close(file)
+    return ()
+
+
+def _read(file: int, until: float) -> tuple[str, ...]:
+    """Return the frames in a file once it does not grow any more: nothing marks its end."""
+    before = b""
+    while time.monotonic() < until:
+        data = os.pread(file, _MOST_BYTES, 0)
+        if data and data == before:
+            break
+        before = data
+        time.sleep(_POLL_SECONDS)
+    text = before.decode(errors="replace")
+    return written((found[3], found[1], int(found[2])) for found in _FRAME.finditer(text))
