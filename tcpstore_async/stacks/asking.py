@@ -101,19 +101,30 @@ def dumped(pid: int, until: float) -> tuple[str, ...]:
 
 
 def _dumped(pid: int, process: int, until: float) -> tuple[str, ...]:
+    path, number = _file(pid)
+    if time.monotonic() >= until or not caught(pid) >> (number - 1) & 1:
+        return ()
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(file, 0)
+        signal.pidfd_send_signal(process, number)
+        return _read(file, until)
+    finally:
+        os.close(file)
+
+
+def _file(pid: int) -> tuple[str, int]:
+    """Return the file to which a process writes its frames, and on which signal. Raises OSError."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
-        found = _FILE.fullmatch(os.readlink(f"{folder}/{name}"))
-        if found is None or time.monotonic() >= until or not caught(pid) >> (int(found[1]) - 1) & 1:
-            continue
-        file = os.open(f"{folder}/{name}", os.O_RDWR)
+        path = f"{folder}/{name}"
         try:
-            os.ftruncate(file, 0)
-            signal.pidfd_send_signal(process, int(found[1]))
-            return _read(file, until)
-        finally:
-            os.close(file)
-    return ()
+            found = _FILE.fullmatch(os.readlink(path))
+        except FileNotFoundError:
+            continue  # it was closed meanwhile
+        if found is not None:
+            return path, int(found[1])
+    raise FileNotFoundError(folder)
 
 
 def _read(file: int, until: float) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from .report import Collective, Doing, Group, HostReport
 
 _GIL_SECONDS: Final = 1.0
 """After which a responder that has not answered does not get the GIL."""
+_CPU_SECONDS: Final = 0.5
+"""What a process uses is counted in steps of 10 ms."""
 _BUSY: Final = 0.5
 """Share of a core from which on a process differs from one that waits."""
 _MOST_BYTES: Final = 1 << 16
@@ -38,9 +40,9 @@ def examine(pids: Sequence[int], seconds: float = 1.5) -> HostReport:
     before = {pid: look(pid) for pid in pids}
     ours = [pid for pid, seen in before.items() if seen.user == os.geteuid() and seen.state not in (GONE, "zombie")]
     awake = [pid for pid in ours if before[pid].state not in STOPPED]
-    # A third is for py-spy or signals. What is used of a core is seen in steps of 10 ms, so it takes a while.
+    # A third is for py-spy and signals.
     answers = ask(awake, min(_GIL_SECONDS, seconds * 2 / 3))
-    time.sleep(max(start + seconds / 3 - time.monotonic(), 0))
+    time.sleep(max(start + min(_CPU_SECONDS, seconds / 3) - time.monotonic(), 0))
     passed = time.monotonic() - start
     after = {pid: look(pid) for pid in before}
     cpu = {pid: (after[pid].cpu - seen.cpu) / passed for pid, seen in before.items()}
