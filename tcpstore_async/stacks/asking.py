@@ -83,34 +83,45 @@ def _received(connection: socket.socket, data: bytearray) -> bool:
     return bool(received) and len(data) < _MOST_BYTES
 
 
-def dumped(pid: int, until: float) -> tuple[str, ...]:
-    """Return the frames of a process that does not get the GIL, written by its signal handler; empty if it has none.
+def dumped(pids: Iterable[int], until: float) -> dict[int, tuple[str, ...]]:
+    """Return the frames of processes that do not get the GIL, written by their signal handlers, keyed by pid.
 
-    A system call that the kernel does not restart, such as a sleep in C, is interrupted.
+    Processes without a handler are left out. A system call that the kernel does not restart, such as a sleep in C, is
+    interrupted.
     """
+    until = min(until, time.monotonic() + _DUMP_SECONDS)
+    files: dict[int, int] = {}
+    try:
+        for pid in pids:
+            if time.monotonic() < until and (file := _signalled(pid)) is not None:
+                files[pid] = file
+        return {pid: frames for pid, data in _read(files, until).items() if (frames := _frames(data))}
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+def _signalled(pid: int) -> int | None:
+    """Have a process write its frames; return the file that they go to, or None."""
     try:
         process = os.pidfd_open(pid)
     except OSError:
-        return ()
+        return None
+    file = None
     try:
-        return _dumped(pid, process, min(until, time.monotonic() + _DUMP_SECONDS))
-    except OSError:
-        return ()  # it has ended, or may not be looked at
-    finally:
-        os.close(process)
-
-
-def _dumped(pid: int, process: int, until: float) -> tuple[str, ...]:
-    path, number = _file(pid)
-    if time.monotonic() >= until or not caught(pid) >> (number - 1) & 1:
-        return ()
-    file = os.open(path, os.O_RDWR)
-    try:
+        path, number = _file(pid)
+        if not caught(pid) >> (number - 1) & 1:
+            return None
+        file = os.open(path, os.O_RDWR)
         os.ftruncate(file, 0)
         signal.pidfd_send_signal(process, number)
-        return _read(file, until)
+    except OSError:  # it has ended, or may not be looked at
+        if file is not None:
+            os.close(file)
+        return None
     finally:
-        os.close(file)
+        os.close(process)
+    return file
 
 
 def _file(pid: int) -> tuple[str, int]:
@@ -127,14 +138,20 @@ def _file(pid: int) -> tuple[str, int]:
     raise FileNotFoundError(folder)
 
 
-def _read(file: int, until: float) -> tuple[str, ...]:
-    """Return the frames in a file once it does not grow any more: nothing marks its end."""
-    before = b""
-    while time.monotonic() < until:
-        data = os.pread(file, _MOST_BYTES, 0)
-        if data and data == before:
-            break
-        before = data
+def _read(files: dict[int, int], until: float) -> dict[int, bytes]:
+    """Return what is in files once they do not grow any more: nothing marks their ends."""
+    found = dict.fromkeys(files, b"")
+    growing = set(files)
+    while growing and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    text = before.decode(errors="replace")
+        for pid in [*growing]:
+            data = os.pread(files[pid], _MOST_BYTES, 0)
+            if data and data == found[pid]:
+                growing.remove(pid)
+            found[pid] = data
+    return found
+
+
+def _frames(data: bytes) -> tuple[str, ...]:
+    text = data.decode(errors="replace")
     return written((found[3], found[1], int(found[2])) for found in _FRAME.finditer(text))

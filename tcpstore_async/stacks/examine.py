@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -74,20 +74,22 @@ def _with(
     return Doing(doing.state, doing.wchan, doing.call, source, frames, collectives, no_stack)
 
 
-def _add_frames(doing: dict[int, Doing], pids: list[int], responders: Iterable[int], until: float) -> None:
+def _add_frames(doing: dict[int, Doing], pids: list[int], responders: Container[int], until: float) -> None:
     """Add the frames of processes whose responder has not answered, or that have none, or why there are none."""
     program = py_spy.find()
     found = py_spy.spy(program, pids, until) if program else {}
+    held = dumped([pid for pid in pids if pid in responders and isinstance(found.get(pid, ""), str)], until)
     for pid in pids:
-        source, frames = "py-spy", found.get(pid, "")
-        if isinstance(frames, str) and pid in responders:
-            source, frames = "faulthandler", dumped(pid, until) or "the GIL is held"
-        if not isinstance(frames, str):
-            doing[pid] = _with(doing[pid], source, frames)
+        frames = found.get(pid, "")
+        if pid in held:
+            doing[pid] = _with(doing[pid], "faulthandler", held[pid])
+        elif not isinstance(frames, str):
+            doing[pid] = _with(doing[pid], "py-spy", frames)
         elif doing[pid].state in STOPPED:
             doing[pid] = _with(doing[pid], no_stack="stopped")
         else:
-            doing[pid] = _with(doing[pid], no_stack=", ".join(filter(None, (frames, "no responder"))))
+            why = "the GIL is held" if pid in responders else "no responder"
+            doing[pid] = _with(doing[pid], no_stack=f"{frames}, {why}" if frames else why)
 
 
 def _odd_first(pids: Iterable[int], doing: dict[int, Doing], cpu: dict[int, float]) -> list[int]:

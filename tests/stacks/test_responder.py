@@ -119,8 +119,8 @@ def test_its_answer_has_the_frames_of_the_main_thread(running: int) -> None:
 
 
 def test_frames_written_by_a_signal(running: int) -> None:
-    frames = dumped(running, float("inf"))
-    assert re.fullmatch(r"_(read|dumped) \(asking\.py:\d+\)", frames[0])
+    frames = dumped([running], float("inf"))[running]
+    assert re.fullmatch(r"_(read|signalled) \(asking\.py:\d+\)", frames[0])
 
 
 def test_no_signal_goes_to_a_process_without_a_handler() -> None:
@@ -130,11 +130,11 @@ def test_no_signal_goes_to_a_process_without_a_handler() -> None:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            assert dumped(process.pid, float("inf")) == ()
+            assert dumped([process.pid], float("inf")) == {}
             assert process.poll() is None
         finally:
             process.kill()
-    assert dumped(process.pid, float("inf")) == ()
+    assert dumped([process.pid], float("inf")) == {}
 
 
 def test_another_process_that_answers_in_its_name() -> None:
