@@ -1,6 +1,7 @@
 """The entry point that PyTorch calls when it is imported: TCPSTORE_INSTALL=1 works without a change to a program.
 
-A failure here never keeps PyTorch from being imported, and no other module of the package is imported unless needed.
+So does TCPSTORE_STACKS=1. A failure here never keeps PyTorch from being imported, and no other module of the package is
+imported unless needed.
 """
 
 import os
@@ -8,7 +9,14 @@ import warnings
 
 
 def autoload() -> None:
-    """Install what TCPSTORE_INSTALL asks for; on failure warn, or write to stderr where warnings are errors."""
+    """Do what TCPSTORE_STACKS and TCPSTORE_INSTALL ask for; on failure warn, or write to stderr if warnings raise."""
+    if os.environ.get("TCPSTORE_STACKS") == "1":
+        try:
+            from .stacks.responder import start
+
+            start()
+        except Exception as error:
+            _warn(f"ignoring TCPSTORE_STACKS: {error}")
     if not os.environ.get("TCPSTORE_INSTALL"):
         return
     try:

@@ -47,6 +47,7 @@ FOLDERS = {
     "interop": "slow measured",
     "faults": "slow compiled",
     "client": "compiled",
+    "stacks": "slow measured",
     "relay": "slow compiled measured",
     "server": "compiled",
     "tools": "slow measured",

@@ -60,9 +60,10 @@ BY_NAME = {
     ("__init__.py", "import_module"),
     ("torch/install.py", "import_module"),
     ("cli/commands.py", "import_module"),
+    ("stacks/flight_recorder.py", "modules"),
 }
-"""Modules that import others whose names are values: the public names on first use, one of PyTorch's, and the commands
-of their own package.
+"""Modules that import others whose names are values: the public names on first use, PyTorch's, and the commands of
+their own package.
 """
 
 BY_VALUE = {"import_module", "__import__", "run_module", "run_path", "modules", "find_spec", "exec_module"}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..base import errors
 from ..base.coercion import Timeout, in_milliseconds, to_seconds
 from ..server.master import NoServerError
+from ..stacks import responder
 from ..stores import rendezvous_url as plain
 from ..stores import tcp
 from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
@@ -47,6 +48,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     Wherever else PyTorch's own `TCPStore` would host a server, as in torchrun's agent, it becomes a client of our
     server instead. With `classes`, ours replace `torch.distributed.TCPStore` and the other store classes, for programs
     that create stores themselves. May be called again, also with other arguments. Not every rank of a world needs it.
+    Unless TCPSTORE_STACKS is 0, a thread tells `tcpstore stacks` where this process is.
     Raises ValueError if `client` is neither "native" nor "python".
     """
     if client not in _CLIENTS:
@@ -61,6 +63,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     gloo_advice.follow_groups(_replaced)
     lifetimes.follow_starts(_replaced)
     lifetimes.follow_ends()
+    responder.start(default=True)
 
 
 def uninstall() -> None:
@@ -71,6 +74,8 @@ def uninstall() -> None:
     """
     _replaced.restore()
     lifetimes.stop_following()
+    if not responder.wanted():
+        responder.stop()
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
@@ -101,6 +106,7 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
     Raises DistNetworkError and DistStoreError as TCPStore does, but at once if the timeout is 0 or negative.
     """
     lifetimes.close_ended()
+    responder.start(default=True)  # a forked rank has none yet
     seconds = to_seconds("timeout", timeout)
     if seconds <= 0:  # our client would wait for ever where PyTorch's raises at once
         text = f"The client socket has timed out after {in_milliseconds(seconds)}ms while trying to connect to"
