@@ -35,7 +35,7 @@ _NO_COLLECTIVES: Final = _STARTING | {"destroy_process_group", "abort_process_gr
 """Functions of torch.distributed in which a rank may wait, which are no collectives."""
 
 ALIVE: Final = frozenset({"running", "sleeping", "waiting for a disk"})
-_HELD: Final = {"stopped": "stopped (SIGSTOP)", "traced": "stopped by a debugger", "zombie": "has ended (zombie)"}
+_HELD: Final = {"stopped": "stopped (SIGSTOP)", "traced": "stopped by a debugger", "zombie": "ended (zombie)"}
 
 
 class Activity(NamedTuple):

@@ -14,6 +14,7 @@ import msgspec
 from ..stacks.report import Collective, Doing, HostReport
 from .activity import ALIVE, IDLE, Activity, describe
 from .lines import Line, decode_reply
+from .ras import Ras, compare_ras
 from .stock_ranks import Rank, Ranks, number_ranges
 
 GOES_ON: Final = "goes on"
@@ -54,6 +55,7 @@ class Look:
         self.doing: dict[Place, tuple[Doing, float]] = {}
         """With the share of a core that each has used."""
         self.relays = Relays()
+        self.ras = Ras()
 
     def add(self, report: HostReport) -> None:
         """Add what a host says of its processes."""
@@ -158,11 +160,11 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         host = names.get(rank.host, rank.host)
         now = second.doing.get((host, rank.pid or 0))
         if not rank.sessions:
-            found.append(_Found(rank, Activity("has left the store")))
+            found.append(_Found(rank, Activity("left the store")))
         elif now is not None:
             found.append(_compare(rank, first.doing.get((host, rank.pid or 0)), *now))
         elif any(session.link in silent for session in rank.sessions):
-            found.append(_Found(rank, Activity("its host does not answer: frozen, or cut off", held=True)))
+            found.append(_Found(rank, Activity("host does not answer: frozen, or cut off", held=True)))
         else:
             unseen[host] += 1
     moved = len([one for one in found if one.moved])
@@ -177,8 +179,8 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         lasts=max(
             [between, *[one.activity.collective.since for one in found if one.still and one.activity.collective]]
         ),
-        groups=_grouped(found),
-        mismatches=[text for _, text in mismatches],
+        groups=_grouped(found, names),
+        mismatches=[*[text for _, text in mismatches], *compare_ras(first.ras, second.ras, ranks)],
         unseen=dict(unseen),
         absent=everyone - len(found) - unseen.total(),
         without_stacks=len(
@@ -229,17 +231,17 @@ def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:
     return WAITS
 
 
-def _grouped(found: list[_Found]) -> list[Same]:
+def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
     """Return who does what, the smallest groups first."""
     by_words: dict[str, list[_Found]] = defaultdict(list)
     for one in found:
         by_words[one.activity.words].append(one)
-    groups = [_same(words, alike) for words, alike in by_words.items()]
+    groups = [_same(words, alike, names) for words, alike in by_words.items()]
     groups.sort(key=lambda one: (one.count, one.ranks))
     return groups
 
 
-def _same(words: str, alike: list[_Found]) -> Same:
+def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:
     first = alike[0]
     doing = first.doing
     since = [one.activity.collective.since for one in alike if one.activity.waits and one.activity.collective]
@@ -247,7 +249,7 @@ def _same(words: str, alike: list[_Found]) -> Same:
         words,
         len(alike),
         [one.rank.number for one in alike if one.rank.number is not None],
-        first.rank.host,
+        names.get(first.rank.host, first.rank.host),
         first.rank.pid,
         max(since, default=None),
         min([sign for one in alike for sign in one.signs()], default=None),

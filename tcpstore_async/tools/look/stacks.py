@@ -4,6 +4,7 @@ It knows how ranks are looked at: those on this machine by this process, those b
 not know what follows from what was seen.
 """
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from ...cli.output import escape, print_json, print_result
 from ...client.admin import Where, ask, find_local
 from ...diagnosis.facts import read_facts, uncollected
 from ...diagnosis.hang import GOES_ON, HANGS, STARTS, WAITS, Hang, Look, Relays, Same, conclude, ranks_of
+from ...diagnosis.ras import REQUEST, Ras, read_ras
 from ...diagnosis.stock_ranks import Ranks, number_ranges
 from ...stacks.examine import examine
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
@@ -34,6 +36,11 @@ _LOOK_SECONDS: Final = 1.0
 
 _LATER: Final = 1.5
 """Seconds that a reply may be late, of relays that have used up the time of a look."""
+
+_NCCL: Final = "localhost:28028"
+"""Where NCCL's RAS listens on each host of a job, unless NCCL_RAS_ADDR says otherwise."""
+_MOST_BYTES: Final = 64 * 1024 * 1024
+"""Most bytes of its reply: 100,000 ranks, each in one communicator."""
 
 _MOST_LINES: Final = 32
 _MOST_HOSTS: Final = 8
@@ -105,7 +112,8 @@ def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS) -> Hang:
 def _look(admin: Where, pids: list[int], seconds: float) -> Look:
     """Look at the processes on this machine and, at the same time, at those behind relays."""
     look = Look()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
+        nccl = pool.submit(_ask_nccl, seconds)
         others = pool.submit(lambda: list(ask(admin, ["stacks"], seconds + _LATER, seconds=seconds)))
         if pids:
             look.add(examine(pids, seconds))
@@ -113,7 +121,25 @@ def _look(admin: Where, pids: list[int], seconds: float) -> Look:
             look.read(others.result())
         except DistStoreError as error:  # it is answering another one, or is too old
             look.relays = Relays(refused=str(error))
+        look.ras = nccl.result()
     return look
+
+
+def _ask_nccl(seconds: float) -> Ras:
+    """Return what NCCL says on this host; nothing if no job with a recent NCCL runs here, or it takes too long."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", _NCCL).rpartition(":")
+    deadline = time.monotonic() + seconds + _LATER
+    raw = bytearray()
+    try:
+        with socket.create_connection((host, int(port)), seconds) as peer:
+            peer.sendall(REQUEST)
+            while chunk := peer.recv(65536):
+                raw += chunk
+                if len(raw) > _MOST_BYTES or time.monotonic() > deadline:
+                    return Ras()
+    except (OSError, ValueError):
+        return Ras()
+    return read_ras(bytes(raw))
 
 
 def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
@@ -152,8 +178,10 @@ def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
     if hang.relays.older:
         yield f"{counted(hang.relays.older, 'relay')} cannot look at ranks: too old"
     if hang.without_stacks:
+        reasons = ", ".join(sorted({one.no_stack for one in hang.groups if one.no_stack and not one.frames}))
+        why = f" ({reasons})" if reasons else ""
         yield (
-            f"without stacks: {hang.without_stacks} of {hang.seen} ranks; to tell these apart, pip install "
+            f"without stacks: {hang.without_stacks} of {hang.seen} ranks{why}; to tell these apart, pip install "
             "'tcpstore-async[stacks]' on their hosts, or start them with TCPSTORE_STACKS=1"
         )
 

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,35 @@ def test_ranks_of_pytorchs_client(module_sockets: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_nccl_is_asked(
+    server: Server, examined: Callable[..., list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the way of its RAS, which replies and closes the connection."""
+    member = {"host": "127.0.0.1", "collective_counts": {"AllReduce": 7}}
+    ranks = [{**member, "rank": rank, "pid": pid} for rank, pid in enumerate(PIDS)]
+    ranks[2]["collective_counts"] = {"AllReduce": 6}
+    communicator = {"hash": "0x1", "size": SIZE, "ranks": ranks, "missing_ranks": []}
+    reply = b"SERVER PROTOCOL 2\nOK\nOK\n" + json.dumps({"communicators": [communicator]}).encode()
+    examined({})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):
+                peer, _ = listener.accept()
+                with peer, peer.makefile("rb") as lines:
+                    requests.append([next(lines) for _ in range(4)])
+                    peer.sendall(reply)
+
+        requests: list[list[bytes]] = []
+        answering = threading.Thread(target=answer)
+        answering.start()
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{listener.getsockname()[1]}")
+        done = run_command(server, "stacks", "--seconds", "0.2")
+        answering.join()
+    assert requests[0] == [b"CLIENT PROTOCOL 2\n", b"TIMEOUT 1\n", b"SET FORMAT json\n", b"STATUS\n"]
+    name = f"rank 2 ({socket.gethostname()}, pid {PIDS[2]})"
+    assert f"{name} of NCCL's communicator 0x1 (4 ranks): 6 AllReduce, others 7" in done.stdout.splitlines()
+    monkeypatch.setenv("NCCL_RAS_ADDR", "nowhere")
+    assert run_command(server, "stacks", "--seconds", "0.2").exit_code == 1
