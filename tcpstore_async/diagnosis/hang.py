@@ -164,7 +164,7 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         elif now is not None:
             found.append(_compare(rank, first.doing.get((host, rank.pid or 0)), *now))
         elif any(session.link in silent for session in rank.sessions):
-            found.append(_Found(rank, Activity("host does not answer: frozen, or cut off", held=True)))
+            found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
         else:
             unseen[host] += 1
     moved = len([one for one in found if one.moved])
@@ -232,13 +232,12 @@ def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:
 
 
 def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
-    """Return who does what, the smallest groups first."""
+    """Return who does what, the smallest groups first, those that wait behind others of the same size."""
     by_words: dict[str, list[_Found]] = defaultdict(list)
     for one in found:
         by_words[one.activity.words].append(one)
-    groups = [_same(words, alike, names) for words, alike in by_words.items()]
-    groups.sort(key=lambda one: (one.count, one.ranks))
-    return groups
+    groups = sorted(by_words.items(), key=lambda item: (len(item[1]), item[1][0].still))
+    return [_same(words, alike, names) for words, alike in groups]
 
 
 def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:
