@@ -83,7 +83,7 @@ def _places(frames: tuple[str, ...]) -> tuple[str, str, str]:
         found = _FRAME.match(frame)
         if found is None:
             continue
-        function, file = found[1], found[2]
+        function, file = found[1].rpartition(".")[2], found[2]  # py-spy knows qualified names
         here = f" ({file}{found[3] or ''})", function
         if file in _TORCH:
             if function != _WRAPPER:

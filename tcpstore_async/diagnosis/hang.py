@@ -218,8 +218,9 @@ def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:
     still = [one for one in found if one.still]
     if not found:
         return UNKNOWN
-    if 2 * hang.moved > len(found):
-        return GOES_ON
+    active = [one for one in found if one.moved or one.cpu > IDLE]
+    if 4 * hang.moved >= len(found) and 2 * len(active) > len(found):
+        return GOES_ON  # of two looks at a loop of few lines, many find the same line
     if still and (mismatch or any(one.activity.held for one in found)):
         return HANGS
     if hang.absent or any(one.activity.starts for one in found):

@@ -194,7 +194,7 @@ def _line(one: Same, hang: Hang) -> str:
         who = f"{one.count:,} of {hang.ranks:,} {'ranks' if one.ranks else 'processes'}"
     else:
         who = f"ranks {number_ranges(one.ranks)}"
-    used = f" (CPU {one.cpu:.0%})" if one.does.startswith("running") else ""
+    used = f", CPU {one.cpu:.0%}" if one.does.startswith("running") else ""
     if one.since is not None:
         return f"{who}: {one.does}{used} for {in_seconds_or_more(one.since)}"
     quiet = "" if one.moved or one.quiet is None else f", quiet for {in_seconds_or_more(one.quiet)}"

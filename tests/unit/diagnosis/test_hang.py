@@ -189,6 +189,15 @@ def test_a_job_that_goes_on() -> None:
     assert concluded(look(before), look(after)).state == GOES_ON
 
 
+def test_a_job_whose_loop_has_few_lines() -> None:
+    """Many ranks are found at the same line twice."""
+    before = dict.fromkeys(range(SIZE), LOOPING)
+    after = {rank: waiting(IN_REDUCE) if rank < 2 else LOOPING for rank in range(SIZE)}
+    busy = dict.fromkeys(range(SIZE), 0.3)
+    assert concluded(look(before, busy), look(after, busy)).state == GOES_ON
+    assert concluded(look(before), look(after)).state == WAITS
+
+
 def test_a_job_that_computes_or_that_communicates_all_the_time() -> None:
     """It may go on, or spin: two looks at the same line do not tell."""
     for doing in (LOOPING, waiting(IN_REDUCE)):
@@ -272,6 +281,10 @@ def test_relays() -> None:
         (Doing("sleeping", "ep_poll"), "sleeping in ep_poll"),
         (Doing("waiting for a disk", frames=("load (data.py:3)",)), "waiting for a disk in load (data.py:3)"),
         (Doing("sleeping", frames=("wait (threading.py:320)",)), "sleeping in wait (threading.py:320)"),
+        (
+            Doing("sleeping", frames=("_exception_logger.<locals>.wrapper (c10d_logger.py:83)", "Net.step (a.py:2)")),
+            "sleeping in step (a.py:2)",
+        ),
         (Doing("traced"), "stopped by a debugger"),
         (Doing("running", frames=("not a frame", "f (<string>)")), "running in f (<string>)"),
         (
