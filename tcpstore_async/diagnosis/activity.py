@@ -11,7 +11,7 @@ from ..stacks.report import Collective, Doing
 
 IDLE: Final = 0.05
 """Share of a core up to which a process only waits."""
-_BUSY: Final = 0.5
+BUSY: Final = 0.5
 """Share of a core from which on a process runs, whatever its state was at the moment of the look."""
 
 _FRAME: Final = re.compile(r"(\S+) \((.+?)(:\d+)?\)$")
@@ -52,8 +52,8 @@ class Activity(NamedTuple):
     """Whether it does nothing until somebody acts."""
 
 
-def describe(doing: Doing, cpu: float = 0.0) -> Activity:
-    """Describe a process that has used this share of a core."""
+def describe(doing: Doing, busy: bool = False) -> Activity:
+    """Describe a process, which may be `busy`."""
     last = min(doing.collectives, key=lambda one: one.since, default=None)
     place, function, called = _places(doing.frames)
     if doing.state in _HELD:
@@ -66,7 +66,7 @@ def describe(doing: Doing, cpu: float = 0.0) -> Activity:
         if last is not None and _may_be(called, last.name):
             of = f" #{last.number} of {last.group}"
         return Activity(f"{called}{of}{place}", last, waits=True)
-    state = "running" if cpu >= _BUSY else doing.state
+    state = "running" if busy else doing.state
     where = (doing.call if state == "sleeping" else "") or function or doing.call or doing.wchan
     words = f"{state} in {where}{place}" if where else state
     return Activity(words, last, starts=any(_IMPORTING in frame for frame in doing.frames))

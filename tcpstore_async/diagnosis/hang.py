@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ..stacks.report import Collective, Doing, HostReport
-from .activity import ALIVE, IDLE, Activity, describe
+from .activity import ALIVE, BUSY, IDLE, Activity, describe
 from .lines import Line, decode_reply
 from .ras import Ras, compare_ras
 from .stock_ranks import Rank, Ranks, number_ranges
@@ -156,13 +156,18 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
     silent = _hosts(first.relays) & _hosts(second.relays)
     found: list[_Found] = []
     unseen: Counter[str] = Counter()
+    described: dict[tuple[int, bool], Activity] = {}
+    """What has been said of the processes of a group, which share a `Doing`."""
     for rank in ranks_of(ranks):
         host = names.get(rank.host, rank.host)
         now = second.doing.get((host, rank.pid or 0))
         if not rank.sessions:
             found.append(_Found(rank, Activity("left the store")))
         elif now is not None:
-            found.append(_compare(rank, first.doing.get((host, rank.pid or 0)), *now))
+            doing, cpu = now
+            same = id(doing), cpu >= BUSY
+            activity = described.get(same) or described.setdefault(same, describe(doing, cpu >= BUSY))
+            found.append(_compare(_Found(rank, activity, doing, cpu), first.doing.get((host, rank.pid or 0))))
         elif any(session.link in silent for session in rank.sessions):
             found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
         else:
@@ -197,20 +202,21 @@ def _hosts(relays: Relays) -> set[str]:
     return {address.rpartition(":")[0].strip("[]") for address in relays.silent}
 
 
-def _compare(rank: Rank, before: tuple[Doing, float] | None, doing: Doing, cpu: float) -> _Found:
-    """Compare what a rank does with what it did before."""
-    activity = describe(doing, cpu)
-    if before is None:
-        return _Found(rank, activity, doing, cpu)
+def _compare(now: _Found, before: tuple[Doing, float] | None) -> _Found:
+    """Say whether a rank has moved since it did something `before`, or has only waited."""
+    doing, activity = now.doing, now.activity
+    if before is None or doing is None:
+        return now
     was, used = before
-    moved = was.frames != doing.frames or _entered(was) != _entered(doing)
+    if was.frames != doing.frames or _entered(was) != _entered(doing):
+        return now._replace(moved=True)
     # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too.
-    waits = max(cpu, used) <= IDLE or (activity.waits and activity.collective is not None)
-    return _Found(rank, activity, doing, cpu, moved, waits and not moved and not activity.held)
+    waits = max(now.cpu, used) <= IDLE or (activity.waits and activity.collective is not None)
+    return now._replace(still=waits and not activity.held)
 
 
-def _entered(doing: Doing) -> list[tuple[str, int]]:
-    return [(one.group, one.number) for one in doing.collectives]
+def _entered(doing: Doing) -> list[int]:
+    return [one.number for one in doing.collectives]
 
 
 def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:
