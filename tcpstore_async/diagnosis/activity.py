@@ -68,7 +68,7 @@ def describe(doing: Doing, busy: bool = False) -> Activity:
         return Activity(f"{called}{of}{place}", last, waits=True)
     state = "running" if busy else doing.state
     where = (doing.call if state == "sleeping" else "") or function or doing.call or doing.wchan
-    words = f"{state} in {where}{place}" if where else state
+    words = " in ".join(filter(None, (state, f"{where}{place}")))
     return Activity(words, last, starts=any(_IMPORTING in frame for frame in doing.frames))
 
 

@@ -26,6 +26,9 @@ UNKNOWN: Final = "unknown"
 HANG_SECONDS: Final = 60.0
 """How long ranks wait before it is called a hang, unless it is certain that what they wait for will not come."""
 
+_UNKNOWN_SHARE: Final = 2 * IDLE
+"""Of a core, for a process of which only frames are known: it need not be idle."""
+
 Place = tuple[str, int]
 """The name of a host, and the id of a process there."""
 
@@ -56,6 +59,8 @@ class Look:
         """With the share of a core that each has used."""
         self.relays = Relays()
         self.ras = Ras()
+        self.pytorch: dict[int, tuple[str, ...]] = {}
+        """Frames that PyTorch's debug server shows, keyed by rank."""
 
     def add(self, report: HostReport) -> None:
         """Add what a host says of its processes."""
@@ -64,6 +69,16 @@ class Look:
                 continue  # it has ended, or its id is one of a container
             for pid, cpu in zip(group.pids, group.cpu, strict=False):
                 self.doing[report.host, pid] = group.doing, cpu
+
+    def of(self, rank: Rank, host: str) -> tuple[Doing, float] | None:
+        """Return what a rank on this host did, if that is known."""
+        found = self.doing.get((host, rank.pid or 0))
+        frames = self.pytorch.get(-1 if rank.number is None else rank.number)
+        if frames is None or (found is not None and found[0].frames):
+            return found
+        if found is None:
+            return Doing("", source="debug server", frames=frames), _UNKNOWN_SHARE
+        return msgspec.structs.replace(found[0], source="debug server", frames=frames, no_stack=""), found[1]
 
     def read(self, lines: Iterable[bytes]) -> None:
         """Add a reply of the admin socket. Raises as `decode_reply` does."""
@@ -157,17 +172,17 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
     found: list[_Found] = []
     unseen: Counter[str] = Counter()
     described: dict[tuple[int, bool], Activity] = {}
-    """What has been said of the processes of a group, which share a `Doing`."""
+    """Cache, keyed by identity: processes of a group share a `Doing`, which `found` keeps."""
     for rank in ranks_of(ranks):
         host = names.get(rank.host, rank.host)
-        now = second.doing.get((host, rank.pid or 0))
+        now = second.of(rank, host)
         if not rank.sessions:
             found.append(_Found(rank, Activity("left the store")))
         elif now is not None:
             doing, cpu = now
             same = id(doing), cpu >= BUSY
             activity = described.get(same) or described.setdefault(same, describe(doing, cpu >= BUSY))
-            found.append(_compare(_Found(rank, activity, doing, cpu), first.doing.get((host, rank.pid or 0))))
+            found.append(_compare(_Found(rank, activity, doing, cpu), first.of(rank, host)))
         elif any(session.link in silent for session in rank.sessions):
             found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
         else:

@@ -20,6 +20,7 @@ from ...cli.context import FAILED, ClientContext, client_command
 from ...cli.options import Seconds
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import Where, ask, find_local
+from ...diagnosis import debug_server
 from ...diagnosis.facts import read_facts, uncollected
 from ...diagnosis.hang import GOES_ON, HANGS, STARTS, WAITS, Hang, Look, Relays, Same, conclude, ranks_of
 from ...diagnosis.ras import REQUEST, Ras, read_ras
@@ -112,8 +113,8 @@ def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS) -> Hang:
 def _look(admin: Where, pids: list[int], seconds: float) -> Look:
     """Look at the processes on this machine and, at the same time, at those behind relays."""
     look = Look()
-    with ThreadPoolExecutor(2) as pool:
-        nccl = pool.submit(_ask_nccl, seconds)
+    with ThreadPoolExecutor(3) as pool:
+        nccl, pytorch = pool.submit(_ask_nccl, seconds), pool.submit(_ask_pytorch, seconds)
         others = pool.submit(lambda: list(ask(admin, ["stacks"], seconds + _LATER, seconds=seconds)))
         if pids:
             look.add(examine(pids, seconds))
@@ -121,7 +122,7 @@ def _look(admin: Where, pids: list[int], seconds: float) -> Look:
             look.read(others.result())
         except DistStoreError as error:  # it is answering another one, or is too old
             look.relays = Relays(refused=str(error))
-        look.ras = nccl.result()
+        look.ras, look.pytorch = nccl.result(), pytorch.result()
     return look
 
 
@@ -140,6 +141,20 @@ def _ask_nccl(seconds: float) -> Ras:
     except (OSError, ValueError):
         return Ras()
     return read_ras(bytes(raw))
+
+
+def _ask_pytorch(seconds: float) -> dict[int, tuple[str, ...]]:
+    """Return the frames that PyTorch's debug server on this host shows, keyed by rank, if a job runs it."""
+    from http.client import HTTPConnection, HTTPException  # not at the top: commands must start fast
+
+    connection = HTTPConnection("127.0.0.1", debug_server.PORT, timeout=seconds)
+    try:
+        connection.request("GET", debug_server.PATH)
+        return debug_server.read_stacks(connection.getresponse().read(_MOST_BYTES).decode(errors="replace"))
+    except (OSError, HTTPException):
+        return {}
+    finally:
+        connection.close()
 
 
 def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:

@@ -272,6 +272,21 @@ def test_relays() -> None:
         found.read(lines[:2])
 
 
+def test_what_pytorchs_debug_server_knows() -> None:
+    """Of ranks of which little or nothing else is known."""
+    kernels = {rank: kernel(waiting()) for rank in range(6)}
+    found = look(kernels)
+    found.pytorch = {rank: ASLEEP.frames if rank == ODD else IN_BARRIER for rank in range(7)}
+    hang = concluded(found, found)
+    assert [(one.does, one.ranks) for one in hang.groups] == [
+        ("sleeping in futex (hung.py:5)", [ODD]),
+        ("barrier (train.py:98)", [0, 1, 2, 3, 4, 6]),
+    ]
+    assert (hang.without_stacks, hang.unseen) == (0, {HOST: 1})
+    found.pytorch[6] = ASLEEP.frames
+    assert concluded(found, found).groups[0].does == "<module> (hung.py:5)"
+
+
 # Words
 
 
