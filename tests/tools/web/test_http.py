@@ -25,6 +25,7 @@ from support import LIMIT
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
 from tcpstore_async.stacks.report import Doing, Group, HostReport
+from tcpstore_async.tools.look.stacks import look_twice
 from tcpstore_async.tools.web import http, looking
 from tcpstore_async.tools.web.answers import Answer, Answers
 
@@ -203,7 +204,7 @@ def test_what_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """One look serves all pages for a while; only one is under way."""
     reports = [{"stacks": HostReport("node-00000", [Group([1000, 1001], Doing("stopped"), [0.0, 0.0])])}]
     reply = [*large_reply(100, frozenset({3}))[:-1], *map(msgspec.json.encode, [*reports, {"end": True}])]
-    monkeypatch.setattr(looking, "look_twice", functools.partial(looking.look_twice, seconds=0.01))
+    monkeypatch.setattr(looking, "look_twice", functools.partial(look_twice, seconds=0.01))
     with AdminStub(tmp_path / "s", reply) as admin, answering(admin.path) as port:
         lines = json.loads(get(port, "/api/stacks")[1])["lines"]
         assert any(line.startswith("ranks 0-1: stopped (SIGSTOP)") for line in lines)
@@ -211,11 +212,11 @@ def test_what_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert admin.asked.count(["stacks"]) == 2
         meanwhile: list[tuple[int, str]] = []
 
-        def look_twice(*_: object) -> NoReturn:
+        def fail(*_: object) -> NoReturn:
             meanwhile.append(get(port, "/api/stacks?store=another"))
             raise DistNetworkError("gone")
 
-        monkeypatch.setattr(looking, "look_twice", look_twice)
+        monkeypatch.setattr(looking, "look_twice", fail)
         assert get(port, "/api/stacks?store=one") == (503, "gone\n")
         assert meanwhile == [(503, "another look is under way\n")]
 
