@@ -223,15 +223,16 @@ def _compare(now: _Found, before: tuple[Doing, float] | None) -> _Found:
     if before is None or doing is None:
         return now
     was, used = before
-    if was.frames != doing.frames or _entered(was) != _entered(doing):
-        return now._replace(moved=True)
+    for one, other in ((was.frames, doing.frames), (_entered(was), _entered(doing))):
+        if one and other and one != other:  # a look of a busy host may be without frames
+            return now._replace(moved=True)
     # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too.
     waits = max(now.cpu, used) <= IDLE or (activity.waits and activity.collective is not None)
     return now._replace(still=waits and not activity.held)
 
 
-def _entered(doing: Doing) -> list[int]:
-    return [one.number for one in doing.collectives]
+def _entered(doing: Doing) -> tuple[int, ...]:
+    return tuple(one.number for one in doing.collectives)
 
 
 def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:

@@ -236,6 +236,13 @@ def test_nothing_was_seen() -> None:
     assert (empty.state, list(hang_lines(empty))) == (UNKNOWN, ["no rank is connected"])
 
 
+def test_frames_at_one_look_only() -> None:
+    """As of a host that is too busy to tell all in time."""
+    doing = all_but_one(READING, waiting(IN_REDUCE, entered(3, since=9.0)))
+    bare = look({rank: kernel(one) for rank, one in doing.items()})
+    assert (concluded(bare, look(doing)).state, concluded(bare, look(doing)).moved) == (WAITS, 0)
+
+
 def test_only_seen_once() -> None:
     hang = concluded(Look(), look(all_but_one(READING, waiting())))
     assert hang.state == UNKNOWN
