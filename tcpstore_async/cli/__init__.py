@@ -39,6 +39,7 @@ _COMMANDS: Final = ProgramCommands(
         "replay": "tools.load.record:replay",
         "serve": "cli.serve:serve",
         "set": "cli.client:set_",
+        "stacks": "tools.look.stacks:stacks",
         "stat": "tools.look.look:stat",
         "stop": "tools.look.who:stop",
         "stores": "tools.look.who:stores",

@@ -37,7 +37,11 @@ ELSEWHERE = {
 }
 """Programs that are not run, and what tries them, or what they start, instead."""
 
-MAY_FAIL = {"doctor": "this machine may lack what it looks for"}
+MAY_FAIL = {
+    "doctor": "this machine may lack what it looks for",
+    "who --missing": "no rank is connected",
+    "stacks": "no rank is connected",
+}
 
 TRAIN = """
 import os, time

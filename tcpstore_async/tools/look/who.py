@@ -15,15 +15,17 @@ from ...base.addresses import format_address
 from ...base.errors import counted
 from ...base.keys import caller_key
 from ...cli.commands import Group
-from ...cli.context import ClientContext, client_command, looking_command
+from ...cli.context import FAILED, ClientContext, client_command, looking_command
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import ask
 from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
+from ...diagnosis.hang import HANGS, UNKNOWN, Hang
 from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.stock_ranks import Ranks, number_ranges
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
+from .stacks import hang_lines, look_twice
 
 _ENOUGH: Final = 32
 """Ranks, or keys, that a line of text names; JSON contains all."""
@@ -53,7 +55,9 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
     """Show which ranks are connected to a server, and what each is waiting for.
 
     With --missing, show which ranks are missing from initialization and from each barrier and key exchange in progress,
-    which of them are connected, from where, and what they are doing instead.
+    which of them are connected, from where, and what they are doing instead. If none is, look at the processes, as
+    'tcpstore stacks' does: collectives do not pass through the store. The exit status is 1 if it cannot be told whether
+    the job hangs.
 
     Ranks that use PyTorch's client are recognized by their environment, if they run on the server's machine, and by the
     keys that they write. Without --store, this shows the ranks in all stores, or with --missing those in the unnamed
@@ -67,7 +71,11 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks, awaited(facts))
-        _print(context, _callers_keys(answer), lambda: [*held, *_missing_lines(answer), *others])
+        hang = None if answer.waits else _look_at_processes(context, admin, ranks)
+        known = {**_callers_keys(answer), "processes": msgspec.to_builtins(hang)}
+        _print(context, known, lambda: [*held, *_missing_lines(answer, hang), *others])
+        if not answer.waits and (hang is None or hang.state == UNKNOWN or (hang.state != HANGS and hang.unseen)):
+            raise SystemExit(FAILED)
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
     sessions.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["port"]))
@@ -75,6 +83,13 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
     if any(one["store"] for one in sessions):
         columns = ("store", *columns)
     _print(context, sessions, lambda: [*held, *_table(columns, sessions)])
+
+
+def _look_at_processes(context: ClientContext, admin: Path | None, ranks: Ranks) -> Hang | None:
+    """Return what the ranks' processes show; None over HTTP, which must not ask about them."""
+    if context.http is not None and admin is None:
+        return None
+    return query(context, admin, lambda path, timeout: look_twice(path, ranks))
 
 
 @click.command()
@@ -234,7 +249,7 @@ def _connection(session: Session, facts: Facts) -> dict[str, Any]:
 # Text
 
 
-def _missing_lines(answer: Missing) -> Iterable[str]:
+def _missing_lines(answer: Missing, hang: Hang | None) -> Iterable[str]:
     size = "an unknown number of" if answer.world_size is None else str(answer.world_size)
     yield f"{answer.joined} of {size} ranks have joined"
     for claim in answer.claimed[:_ENOUGH]:
@@ -243,10 +258,14 @@ def _missing_lines(answer: Missing) -> Iterable[str]:
         more = len(answer.claimed) - _ENOUGH
         yield f"{counted(more, 'more rank')} {'is' if more == 1 else 'are'} claimed by several processes"
     if not answer.waits:
-        yield "no rank is missing from any pending barrier or key exchange"
+        yield "no rank is missing from any pending barrier or key exchange; collectives do not pass through the store"
         if answer.waiting:
             waiting = "1 session is" if answer.waiting == 1 else f"{answer.waiting} sessions are"
             yield f"{waiting} waiting: see 'tcpstore waiters'"
+        if hang is None:
+            yield "whether they hang is not known here: run 'tcpstore stacks' on the server's machine"
+        else:
+            yield from hang_lines(hang)
     for one in answer.waits:
         yield from _pending_lines(one)
 

@@ -4,6 +4,7 @@ Knows the latest looks at the server. Must not know sockets, nor the admin socke
 Invariants: no answer to a browser waits longer for the server than a browser waits. No answer has a value of the store.
 """
 
+import platform
 from collections.abc import Generator, Mapping
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
@@ -54,8 +55,10 @@ class Lines(NamedTuple):
 class Answers:
     """The answers about one server."""
 
-    def __init__(self, looker: Looker) -> None:
+    def __init__(self, looker: Looker, stacks: bool = True) -> None:
+        """Only with `stacks` are processes looked at."""
         self._looker = looker
+        self._may_look = stacks
         self._replies = Replies(looker.find)
         folder = files(__package__) / "page"
         self._page = {path: Answer(200, kind, (folder / name).read_bytes()) for path, (name, kind) in _PAGE.items()}
@@ -75,6 +78,8 @@ class Answers:
             return _json(self._state(store))
         if path == PATH:
             return self._lines([part for part in query.get("ask", "").split(",") if part], store)
+        if path == "/api/stacks":
+            return self._stacks(store)
         if path == "/api/rank":
             return self._rank(query.get("number", ""), store)
         return None
@@ -152,6 +157,17 @@ class Answers:
         except (DistError, OSError, StopIteration) as error:
             return Answer(503, TEXT, f"{clip(str(error) or 'the server has not replied')}\n".encode())
 
+    def _stacks(self, store: str | None) -> Answer:
+        if not self._may_look:
+            return Answer(403, TEXT, b"only for a page on a loopback address, or with --same-user\n")
+        try:
+            lines = self._looker.stacks(store)
+        except (DistError, OSError) as error:
+            return Answer(503, TEXT, f"{clip(str(error))}\n".encode())
+        if lines is None:
+            return Answer(503, TEXT, b"another look is under way\n", retry=True)
+        return _json({"lines": [clip(line) for line in lines]})
+
     def _rank(self, number: str, store: str | None) -> Answer:
         summary = self._looker.summary(_FIRST_LOOK_SECONDS, store)[0]
         rank = parse_digits(number)
@@ -167,7 +183,8 @@ def _json(value: object) -> Answer:
 
 def _about(counters: Look) -> dict[str, Any]:
     server = counters.server
-    return {name: server.get(name) for name in ("host", "port", "pid", "version", "build", "why_held")}
+    known = {name: server.get(name) for name in ("host", "port", "pid", "version", "build", "why_held")}
+    return {**known, "hostname": platform.node()}
 
 
 def _store(store: NamedStore) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Queries a server over its admin socket: its counters every second, and everything while pages are open.
+"""Queries a server over its admin socket: its counters every second, everything while pages are open, stacks if asked.
 
 Knows threads, the clock and the admin socket. Must not know HTTP.
 Invariants: at most one request of each kind is under way, whatever the number of pages and stores. A look at everything
@@ -19,6 +19,7 @@ from ...client.admin import ask
 from ...diagnosis.facts import read_facts, uncollected
 from ...diagnosis.rates import Interval, Look, Stats, between, read_look
 from ..look.local import local_ranks
+from ..look.stacks import hang_lines, look_twice
 from .summary import Summary
 
 log = logging.getLogger("tcpstore_async.web")
@@ -39,6 +40,8 @@ _PAUSE: Final = 4.0
 """Pause after a look, as a multiple of its duration."""
 _WANTED_SECONDS: Final = 10.0
 """Seconds after a request for which looks continue."""
+_EXAMINED_SECONDS: Final = 5.0
+"""Seconds for which a look at processes is kept, which costs all hosts something."""
 _KEPT_SECONDS: Final = 600
 """Seconds for which the rates of operations are kept."""
 _RECENT: Final = 11
@@ -118,6 +121,12 @@ class Looker:
         """Watched stores by name, None for the unnamed one."""
         self._hosts: dict[str, bool] = {}
         """Cache, while pages are open: whether addresses are this machine's. Asking the kernel takes 12 µs each."""
+        self._examining = threading.Lock()
+        self._examine_at = 0.0
+        """Until then, the last look at processes serves again."""
+        self._examined: str | None = None
+        """The store that it was about."""
+        self._stacks: list[str] = []
         self.threads = [
             threading.Thread(target=self._follow, name="tcpstore counters", daemon=True),
             threading.Thread(target=self._look_while_wanted, name="tcpstore looks", daemon=True),
@@ -162,6 +171,23 @@ class Looker:
                     break
             age = 0.0 if watched.summary is None else time.monotonic() - watched.summary_at
             return watched.summary, age, watched.failed
+
+    def stacks(self, store: str | None) -> list[str] | None:
+        """Return what the processes of the ranks in a store do, as text; None if another look is under way.
+
+        Takes seconds. Raises DistError, OSError.
+        """
+        if not self._examining.acquire(blocking=False):
+            return None
+        try:
+            if time.monotonic() > self._examine_at or store != self._examined:
+                facts = read_facts(ask(self.find(), ["sessions", "counters", "keys"], _LOOK_SECONDS, store=store))
+                facts.keep_store(store)
+                self._stacks = list(hang_lines(look_twice(self.find(), local_ranks(facts, None))))
+                self._examined, self._examine_at = store, time.monotonic() + _EXAMINED_SECONDS
+            return self._stacks
+        finally:
+            self._examining.release()
 
     # The threads
 

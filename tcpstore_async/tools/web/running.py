@@ -54,7 +54,7 @@ def run(
         users = stack.enter_context(closing(PeerUsers())) if same_user else None
         looker = stack.enter_context(closing(Looker(find)))
         names = frozenset({"localhost", socket.gethostname().lower(), name.lower()} - {""})
-        http = HttpServer(listener, Answers(looker), names, users)
+        http = HttpServer(listener, Answers(looker, same_user or is_loopback(host)), names, users)
         looker.start()
         serving = threading.Thread(target=http.serve_forever, args=(_POLL_SECONDS,), name="tcpstore http")
         serving.start()

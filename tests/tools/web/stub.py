@@ -99,7 +99,7 @@ class AdminStub:
                 lines = [{"server": self.server}, {"stats": self.stats}, stores, {"end": True}]
                 reply = [msgspec.json.encode(line) for line in lines]
                 if request != COUNTERS:
-                    self.stores.append(said["store"])
+                    self.stores.append(said.get("store"))
                     reply = self.facts
                 try:
                     peer.sendall(b"\n".join(reply) + b"\n")

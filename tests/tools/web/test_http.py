@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -12,7 +13,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NoReturn
 
+import msgspec
 import pytest
 from web.requests import get, request, until
 from web.scenes import large_reply
@@ -21,7 +24,10 @@ from web.stub import COUNTERS, AdminStub, answering, named_store
 from support import LIMIT
 from tcpstore_async.base.errors import DistNetworkError
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
+from tcpstore_async.stacks.report import Doing, Group, HostReport
+from tcpstore_async.tools.look.stacks import look_twice
 from tcpstore_async.tools.web import http, looking
+from tcpstore_async.tools.web.answers import Answer, Answers
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +198,34 @@ def test_one_rank(port: int) -> None:
     assert json.loads(get(port, "/api/rank?number=3")[1])["detail"] is None
     for wrong in ("", "x", "-1", "9" * 20, "%D9%A3"):
         assert get(port, f"/api/rank?number={wrong}")[0] == 404
+
+
+def test_what_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look serves all pages for a while; only one is under way."""
+    reports = [{"stacks": HostReport("node-00000", [Group([1000, 1001], Doing("stopped"), [0.0, 0.0])])}]
+    reply = [*large_reply(100, frozenset({3}))[:-1], *map(msgspec.json.encode, [*reports, {"end": True}])]
+    monkeypatch.setattr(looking, "look_twice", functools.partial(look_twice, seconds=0.01))
+    with AdminStub(tmp_path / "s", reply) as admin, answering(admin.path) as port:
+        lines = json.loads(get(port, "/api/stacks")[1])["lines"]
+        assert any(line.startswith("ranks 0-1: stopped (SIGSTOP)") for line in lines)
+        assert json.loads(get(port, "/api/stacks")[1])["lines"] == lines
+        assert admin.asked.count(["stacks"]) == 2
+        meanwhile: list[tuple[int, str]] = []
+
+        def fail(*_: object) -> NoReturn:
+            meanwhile.append(get(port, "/api/stacks?store=another"))
+            raise DistNetworkError("gone")
+
+        monkeypatch.setattr(looking, "look_twice", fail)
+        assert get(port, "/api/stacks?store=one") == (503, "gone\n")
+        assert meanwhile == [(503, "another look is under way\n")]
+
+
+def test_processes_are_not_looked_at_for_pages_that_others_reach(tmp_path: Path) -> None:
+    answers = Answers(looking.Looker(lambda: tmp_path), stacks=False)
+    refused = answers.answer("/api/stacks", {}, "")
+    assert isinstance(refused, Answer)
+    assert refused.status == 403
 
 
 def test_who_looks_does_not_ask(tmp_path: Path) -> None:

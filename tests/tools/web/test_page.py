@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,33 @@ def test_one_rank(page: Page) -> None:
     box = page.evaluate("(b => [b.left, b.top])(document.getElementById('grid').getBoundingClientRect())")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 3)
     page.until("document.getElementById('detail').textContent.startsWith('rank 0: waiting; node-000')")
+
+
+def test_the_header_and_times_of_day(page: Page) -> None:
+    """For a ticket, and other logs."""
+    assert page.text("#where").endswith(f" on {socket.gethostname()}")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+", page.text("#now"))
+    assert re.search(r"waiting, the longest for [\d.]+ s \(since \d\d:\d\d:\d\d\)", page.text("#pending"))
+    assert re.search(r"\(last request [\d.]+ s ago, at \d\d:\d\d:\d\d\)", page.text("#pending"))
+
+
+def test_what_the_ranks_do_and_the_state_as_text(page: Page) -> None:
+    page.evaluate("byId('look').click()")
+    page.until("byId('looked').textContent.startsWith('as of ')")
+    assert "995 ranks cannot be looked at, as no relay there can be asked: on node-000 (8), " in page.text("#stacks")
+    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    page.evaluate("byId('copy').click()")
+    page.until("byId('copy').textContent === 'Copied'")
+    text = page.evaluate("window.copied")
+    assert text.startswith("tcpstore ")
+    for part in ("joined 995 / 1,000", "Who is missing\n", "is waiting for epoch_8/ready", "What the ranks do\n"):
+        assert part in text
+    page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('not here'))")
+    page.evaluate(
+        "window.copied = ''; document.execCommand = () => { window.copied = document.querySelector('textarea').value; }"
+    )
+    page.evaluate("byId('copy').click()")
+    page.until("window.copied.startsWith('tcpstore ') && !document.querySelector('textarea')")
 
 
 def test_texts_of_peers_stay_texts(browser: Browser, page: Page) -> None:

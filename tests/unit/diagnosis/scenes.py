@@ -65,7 +65,7 @@ def late(world: World, client: int, method: str, *fields: Any) -> Iterator[str]:
 
 def who(world: World, size: int | None = None, known: Mapping[int, Mapping[str, str]] | None = None) -> Iterator[str]:
     """Yield what `who --missing` prints."""
-    for line in list(_missing_lines(world.missing(size, known)))[:_LINES]:
+    for line in list(_missing_lines(world.missing(size, known), None))[:_LINES]:
         yield f"who: {line}"
 
 

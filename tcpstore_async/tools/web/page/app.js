@@ -6,6 +6,7 @@
 const EVERY = 1000; // milliseconds between requests
 const SLOWEST = 15000; // when nobody answers
 const PATIENCE = 10000;
+const LOOKING = 90000; // looking at processes takes seconds
 const LARGEST_CELL = 22;
 const NARROWEST_MARK = 5; // pixels: a missing rank is found among a hundred thousand
 const ORDER = ["j", "w", "l", "m", "g", "n"];
@@ -46,8 +47,21 @@ function milliseconds(number) {
   return number < 1 ? `${Number((1000 * number).toPrecision(2))} ms` : `${number} s`;
 }
 
+function wallClock() {
+  return new Date().toLocaleString("sv-SE", { timeZoneName: "short" });
+}
+
 function clock(date) {
   return date.toLocaleTimeString("en-GB");
+}
+
+// A duration up to the look, with the time of day at which it began: that is what other logs have.
+function since(number) {
+  return `${seconds(number)} (since ${clock(new Date(Date.now() - 1000 * (number + (last.age || 0))))})`;
+}
+
+function ago(number) {
+  return `${seconds(number)} ago, at ${clock(new Date(Date.now() - 1000 * (number + (last.age || 0))))}`;
 }
 
 function size(bytes) {
@@ -184,7 +198,7 @@ async function showRank(number) {
     const { detail } = await get(`/api/rank${query({ number })}`);
     if (mine !== asked || !detail) return;
     const where = detail.pid === null ? `${detail.host}:${detail.port}` : `${detail.host}, pid ${detail.pid}`;
-    output.textContent = `${said}; ${where}; ${detail.does} (last request ${seconds(detail.since)} ago)`;
+    output.textContent = `${said}; ${where}; ${detail.does} (last request ${ago(detail.since)})`;
   } catch {
     // the next answer says what is wrong
   }
@@ -221,7 +235,7 @@ function choose(store) {
   history.replaceState(null, "", location.pathname + query({}));
   byId("store").value = store;
   byId("detail").textContent = "";
-  for (const id of ["pending", "waits", "legend"]) byId(id).replaceChildren();
+  for (const id of ["pending", "waits", "legend", "stacks", "looked"]) byId(id).replaceChildren();
   drawGrid("");
   byId("unnamed").textContent = "";
   drawStores(last);
@@ -266,7 +280,7 @@ function drawPending(look) {
   const folder = byId("pending");
   folder.replaceChildren();
   if (!look.pending.length) {
-    folder.append(paragraph("No rank is missing from any pending wait."));
+    folder.append(paragraph("No rank is missing from any pending wait. Collectives do not pass through the store: look at the processes."));
     return;
   }
   for (const one of look.pending) {
@@ -277,11 +291,11 @@ function drawPending(look) {
     title.append(`: ${count(one.arrived)} of ${expected} have arrived`);
     item.append(title);
     if (one.missing) item.append(paragraph(element("b", "missing: "), `rank${plural(one.missing)} ${one.missing}`));
-    if (one.waiting) item.append(paragraph(`${count(one.waiting)} waiting, the longest for ${seconds(one.since)}`));
+    if (one.waiting) item.append(paragraph(`${count(one.waiting)} waiting, the longest for ${since(one.since)}`));
     for (const rank of one.elsewhere) {
       const place = rank.pid === null ? `${rank.host}:${rank.port}` : `${rank.host}:${rank.port}, pid ${rank.pid}`;
       const who = rank.rank === null ? place : `rank ${rank.rank} (${place})`;
-      item.append(paragraph(`${who} is connected but `, name(rank.does), ` (last request ${seconds(rank.since)} ago)`));
+      item.append(paragraph(`${who} is connected but `, name(rank.does), ` (last request ${ago(rank.since)})`));
     }
     if (one.more_elsewhere) item.append(paragraph(`and ${count(one.more_elsewhere)} more connected`));
     if (one.unseen) item.append(paragraph(`${count(one.unseen)} not connected`));
@@ -309,9 +323,9 @@ function drawWaits(look) {
     const who = one.ranks ? ` (rank${plural(one.ranks)} ${one.ranks})` : "";
     const rest = one.connections.length ? ` (${one.connections.join("; ")})` : "";
     const longest = one.waiting === 1 ? "waiting" : "waiting, the longest";
-    item.append(paragraph(`${count(one.waiting)} ${longest} for ${seconds(one.since)}${who}${rest}`));
+    item.append(paragraph(`${count(one.waiting)} ${longest} for ${since(one.since)}${who}${rest}`));
     for (const near of one.nearest) {
-      const age = near.age === null ? "" : `, written ${seconds(near.age)} ago`;
+      const age = near.age === null ? "" : `, written ${ago(near.age)}`;
       const by = near.by === null ? "" : ` by ${near.by}`;
       const line = paragraph(name(near.key), ` exists${age}${by}`);
       line.className = "near";
@@ -381,8 +395,8 @@ function drawFigures(state) {
   }
   if (server.port) {
     const where = server.host.includes(":") ? `[${server.host}]:${server.port}` : `${server.host}:${server.port}`;
-    byId("where").textContent = where;
-    document.title = `tcpstore ${where}`;
+    byId("where").textContent = `${where} on ${server.hostname}`;
+    document.title = `tcpstore ${where} on ${server.hostname}`;
     byId("about").textContent = ` · tcpstore_async ${server.version} (${server.build}), pid ${server.pid}`;
   }
 }
@@ -394,8 +408,8 @@ let pause = EVERY;
 let unanswered = null;
 let timer = 0;
 
-async function get(path) {
-  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+async function get(path, patience = PATIENCE) {
+  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(patience) });
   if (!response.ok) throw new Error(`${response.status}: ${await response.text()}`);
   return response.json();
 }
@@ -408,6 +422,7 @@ function status(text, bad) {
 
 function show(state) {
   last = state;
+  byId("now").textContent = wallClock();
   drawStores(state);
   drawFigures(state);
   drawOps(state);
@@ -456,6 +471,48 @@ async function follow() {
   if (!document.hidden) timer = setTimeout(follow, pause);
 }
 
+// What the processes do: asked for, as the hosts of all ranks have to look
+
+async function lookAtProcesses() {
+  byId("look").disabled = true;
+  byId("looked").textContent = "looking …";
+  try {
+    const { lines } = await get(`/api/stacks${query({})}`, LOOKING);
+    byId("stacks").textContent = lines.join("\n");
+    byId("looked").textContent = `as of ${clock(new Date())}`;
+  } catch (error) {
+    byId("looked").textContent = error.message;
+  }
+  byId("look").disabled = false;
+}
+
+// The state as text, for a ticket
+
+function asText() {
+  const figures = [...byId("figures").children].map((box) => `${box.children[0].textContent} ${box.children[1].textContent}`);
+  const parts = [`${document.title}, ${wallClock()}: ${byId("status").textContent}`, figures.join(", ")];
+  for (const id of ["legend", "pending", "stacks", "waits"]) {
+    const text = byId(id).innerText.trim().replace(/\n+/g, "\n");
+    if (text) parts.push(`${byId(id).closest("section").querySelector("h2").textContent}\n${text}`);
+  }
+  return parts.join("\n\n");
+}
+
+async function copyState() {
+  const text = asText();
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // browsers have no clipboard for pages without TLS from other hosts
+    const area = element("textarea", text);
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  byId("copy").textContent = "Copied";
+  setTimeout(() => (byId("copy").textContent = "Copy as text"), 2 * EVERY);
+}
+
 function redraw() {
   if (last.look) show(last);
 }
@@ -468,6 +525,8 @@ byId("choose").addEventListener("submit", (event) => {
   event.preventDefault();
   choose(byId("store").value);
 });
+byId("look").addEventListener("click", lookAtProcesses);
+byId("copy").addEventListener("click", copyState);
 byId("store").value = chosen.store;
 window.addEventListener("resize", redraw);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

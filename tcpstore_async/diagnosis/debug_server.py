@@ -1,0 +1,25 @@
+"""Where ranks are, according to PyTorch's debug server (2.10 or later), where a job runs it.
+
+Knows the page that lists the stacks of all ranks. Must not know sockets.
+Invariant: a page of another form says nothing.
+"""
+
+import re
+from typing import Final
+
+PATH: Final = "/stacks"
+PORT: Final = 25999
+"""Its port on rank 0's host, unless the job has chosen another one."""
+
+_RANK: Final = re.compile(r"<h2>Rank (\d+): [^<]*</h2>\s*<pre>(.*?)</pre>", re.DOTALL)
+_FRAME: Final = re.compile(r'^  File "(?:[^"]*/)?([^"/]+)", line (\d+) in (\S+)$', re.MULTILINE)
+
+
+def read_stacks(page: str) -> dict[int, tuple[str, ...]]:
+    """Return the frames of ranks' main threads, innermost first, each `function (file.py:41)`, keyed by rank."""
+    found: dict[int, tuple[str, ...]] = {}
+    for rank, threads in _RANK.findall(page):
+        main = threads.rpartition("hread 0x")[2]  # faulthandler lists the main thread last
+        if frames := _FRAME.findall(main):
+            found[int(rank)] = tuple(f"{function} ({file}:{line})" for file, line, function in frames)
+    return found

@@ -1,0 +1,319 @@
+"""Whether a job hangs, and who is not where the others are: what follows from two looks at its processes.
+
+Knows ranks, and reports about processes. Must not know who has asked for these, nor how they are printed.
+Invariants: a hang is only what both looks show, and what is certain or has lasted for a while; a slow start is none. A
+job goes on only if most of its ranks were seen to. What was not looked at is counted.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ..stacks.report import Collective, Doing, HostReport
+from .activity import ALIVE, BUSY, IDLE, Activity, describe
+from .lines import Line, decode_reply
+from .ras import Ras, compare_ras
+from .stock_ranks import Rank, Ranks, number_ranges
+
+GOES_ON: Final = "goes on"
+STARTS: Final = "starts"
+WAITS: Final = "waits"
+HANGS: Final = "hangs"
+UNKNOWN: Final = "unknown"
+
+HANG_SECONDS: Final = 60.0
+"""How long ranks wait before it is called a hang, unless it is certain that what they wait for will not come."""
+
+_UNKNOWN_SHARE: Final = 2 * IDLE
+"""Of a core, for a process of which only frames are known: it need not be idle."""
+
+Place = tuple[str, int]
+"""The name of a host, and the id of a process there."""
+
+
+class Relays(msgspec.Struct):
+    """What has become of the question to the relays."""
+
+    asked: int = 0
+    answered: int = 0
+    silent: list[str] = []
+    """The addresses of some that have not answered."""
+    older: int = 0
+    """How many do not know the question."""
+    refused: str = ""
+    """Why they were not asked."""
+
+
+class _Reported(Line):
+    stacks: HostReport | None = None
+    relays: Relays | None = None
+
+
+class Look:
+    """What processes did at one time."""
+
+    def __init__(self) -> None:
+        self.doing: dict[Place, tuple[Doing, float]] = {}
+        """With the share of a core that each has used."""
+        self.relays = Relays()
+        self.ras = Ras()
+        self.pytorch: dict[int, tuple[str, ...]] = {}
+        """Frames that PyTorch's debug server shows, keyed by rank."""
+
+    def add(self, report: HostReport) -> None:
+        """Add what a host says of its processes."""
+        for group in report.groups:
+            if group.doing.state == "gone":
+                continue  # it has ended, or its id is one of a container
+            for pid, cpu in zip(group.pids, group.cpu, strict=False):
+                self.doing[report.host, pid] = group.doing, cpu
+
+    def of(self, rank: Rank, host: str) -> tuple[Doing, float] | None:
+        """Return what a rank on this host did, if that is known."""
+        found = self.doing.get((host, rank.pid or 0))
+        frames = self.pytorch.get(-1 if rank.number is None else rank.number)
+        if frames is None or (found is not None and found[0].frames):
+            return found
+        if found is None:
+            return Doing("", source="debug server", frames=frames), _UNKNOWN_SHARE
+        return msgspec.structs.replace(found[0], source="debug server", frames=frames, no_stack=""), found[1]
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        """Add a reply of the admin socket. Raises as `decode_reply` does."""
+        for line in decode_reply(lines, _Reported):
+            if line.stacks is not None:
+                self.add(line.stacks)
+            self.relays = line.relays or self.relays
+
+
+class Same(msgspec.Struct):
+    """Ranks that do the same."""
+
+    does: str
+    count: int
+    ranks: list[int]
+    """Their numbers, as far as known."""
+    host: str
+    """The host of the first one; its pid follows."""
+    pid: int | None
+    since: float | None
+    """Seconds since the first has entered the collective that they are in; None if unknown, or if they are in none."""
+    quiet: float | None
+    """The least seconds since one of them has sent a request to the store or entered a collective."""
+    cpu: float
+    """The largest share of a core that one uses."""
+    moved: int
+    """How many did something else at the first look."""
+    frames: tuple[str, ...] = ()
+    """Where the first one is, innermost first."""
+    no_stack: str = ""
+    """Why there are no frames."""
+
+
+class Hang(msgspec.Struct):
+    """The conclusion."""
+
+    state: str
+    """One of the above."""
+    ranks: int
+    """Number of ranks that should be there."""
+    seen: int
+    """How many of them were looked at."""
+    moved: int
+    """How many did something else at the first look."""
+    between: float
+    """Seconds between the looks."""
+    lasts: float
+    """For how many seconds ranks have waited, at least."""
+    groups: list[Same]
+    """The odd ones first."""
+    mismatches: list[str]
+    """Ranks whose collectives do not fit those of the others, in words."""
+    unseen: dict[str, int]
+    """How many connected ranks were not looked at, by host."""
+    absent: int
+    """How many ranks are not connected, or not known by number."""
+    without_stacks: int
+    """How many were seen only from outside."""
+    relays: Relays
+
+
+class _Found(NamedTuple):
+    """A rank, and what it did."""
+
+    rank: Rank
+    activity: Activity
+    doing: Doing | None = None
+    cpu: float = 0.0
+    moved: bool = False
+    still: bool = False
+    """Whether it has only waited from the first look to the second."""
+
+    def signs(self) -> Iterator[float]:
+        """Yield the seconds since it has sent a request on each session, and entered a collective."""
+        yield from (session.idle for session in self.rank.sessions)
+        if self.activity.collective is not None:
+            yield self.activity.collective.since
+
+
+def ranks_of(ranks: Ranks) -> list[Rank]:
+    """Return the ranks of the job; if none is numbered, all processes that are connected."""
+    if ranks.by_number:
+        return [ranks.by_number[number] for number in sorted(ranks.by_number)]
+    return [rank for rank in ranks.all if rank.sessions and rank.pid is not None]
+
+
+def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapping[str, str]) -> Hang:
+    """Compare two looks, so many seconds apart; `names` has the names of hosts, keyed by address."""
+    first, second = looks
+    silent = _hosts(first.relays) & _hosts(second.relays)
+    found: list[_Found] = []
+    unseen: Counter[str] = Counter()
+    described: dict[tuple[int, bool], Activity] = {}
+    """Cache, keyed by identity: processes of a group share a `Doing`, which `found` keeps."""
+    for rank in ranks_of(ranks):
+        host = names.get(rank.host, rank.host)
+        now = second.of(rank, host)
+        if not rank.sessions:
+            found.append(_Found(rank, Activity("left the store")))
+        elif now is not None:
+            doing, cpu = now
+            same = id(doing), cpu >= BUSY
+            activity = described.get(same) or described.setdefault(same, describe(doing, cpu >= BUSY))
+            found.append(_compare(_Found(rank, activity, doing, cpu), first.of(rank, host)))
+        elif any(session.link in silent for session in rank.sessions):
+            found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
+        else:
+            unseen[host] += 1
+    moved = len([one for one in found if one.moved])
+    mismatches = [] if 2 * moved > len(found) else list(_mismatches(found))
+    everyone = max(ranks.world_size or 0, len(found) + unseen.total())
+    hang = Hang(
+        state=UNKNOWN,
+        ranks=everyone,
+        seen=len(found),
+        moved=moved,
+        between=between,
+        lasts=max(
+            [between, *[one.activity.collective.since for one in found if one.still and one.activity.collective]]
+        ),
+        groups=_grouped(found, names),
+        mismatches=[*[text for _, text in mismatches], *compare_ras(first.ras, second.ras, ranks)],
+        unseen=dict(unseen),
+        absent=everyone - len(found) - unseen.total(),
+        without_stacks=len(
+            [one for one in found if one.doing is not None and one.doing.state in ALIVE and not one.doing.frames]
+        ),
+        relays=second.relays,
+    )
+    hang.state = _state(hang, found, any(certain for certain, _ in mismatches))
+    return hang
+
+
+def _hosts(relays: Relays) -> set[str]:
+    """Return the hosts of the relays that have not answered."""
+    return {address.rpartition(":")[0].strip("[]") for address in relays.silent}
+
+
+def _compare(now: _Found, before: tuple[Doing, float] | None) -> _Found:
+    """Say whether a rank has moved since it did something `before`, or has only waited."""
+    doing, activity = now.doing, now.activity
+    if before is None or doing is None:
+        return now
+    was, used = before
+    for one, other in ((was.frames, doing.frames), (_entered(was), _entered(doing))):
+        if one and other and one != other:  # a look of a busy host may be without frames
+            return now._replace(moved=True)
+    # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too.
+    waits = max(now.cpu, used) <= IDLE or (activity.waits and activity.collective is not None)
+    return now._replace(still=waits and not activity.held)
+
+
+def _entered(doing: Doing) -> tuple[int, ...]:
+    return tuple(one.number for one in doing.collectives)
+
+
+def _state(hang: Hang, found: list[_Found], mismatch: bool) -> str:
+    """Return the state of the job; with a `mismatch`, ranks have entered different collectives as the same one."""
+    still = [one for one in found if one.still]
+    if not found:
+        return UNKNOWN
+    active = [one for one in found if one.moved or one.cpu > IDLE]
+    if 4 * hang.moved >= len(found) and 2 * len(active) > len(found):
+        return GOES_ON  # of two looks at a loop of few lines, many find the same line
+    if still and (mismatch or any(one.activity.held for one in found)):
+        return HANGS
+    if hang.absent or any(one.activity.starts for one in found):
+        return STARTS
+    if 2 * len(still) < len(found) or (len(hang.groups) == 1 and hang.without_stacks):
+        return UNKNOWN  # busy, or none is odd as far as the kernel shows
+    if hang.lasts >= HANG_SECONDS and not any(one.cpu > IDLE for one in found if not one.still):
+        return HANGS
+    return WAITS
+
+
+def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
+    """Return who does what, the smallest groups first, those that wait behind others of the same size."""
+    by_words: dict[str, list[_Found]] = defaultdict(list)
+    for one in found:
+        by_words[one.activity.words].append(one)
+    groups = sorted(by_words.items(), key=lambda item: (len(item[1]), item[1][0].still))
+    return [_same(words, alike, names) for words, alike in groups]
+
+
+def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:
+    first = alike[0]
+    doing = first.doing
+    since = [one.activity.collective.since for one in alike if one.activity.waits and one.activity.collective]
+    return Same(
+        words,
+        len(alike),
+        [one.rank.number for one in alike if one.rank.number is not None],
+        names.get(first.rank.host, first.rank.host),
+        first.rank.pid,
+        max(since, default=None),
+        min([sign for one in alike for sign in one.signs()], default=None),
+        max(one.cpu for one in alike),
+        len([one for one in alike if one.moved]),
+        () if doing is None else doing.frames,
+        "" if doing is None else doing.no_stack,
+    )
+
+
+def _mismatches(found: Iterable[_Found]) -> Iterator[tuple[bool, str]]:
+    """Yield which ranks have entered other collectives than most, and whether that is certain to be a mistake."""
+    groups: dict[str, list[tuple[Rank, Collective]]] = defaultdict(list)
+    for one in found:
+        if one.doing is not None and not one.moved:
+            for last in one.doing.collectives:
+                groups[last.group].append((one.rank, last))
+    for name, members in groups.items():
+        number = max(last.number for _, last in members)
+        there = [(rank, last) for rank, last in members if last.number == number]
+        usual, sizes = Counter((last.name, last.sizes) for _, last in there).most_common(1)[0][0]
+        behind: dict[int, list[Rank]] = defaultdict(list)
+        for rank, last in members:
+            if last.number < number:
+                behind[last.number].append(rank)
+        for last_number, ranks in behind.items():
+            have = "has" if len(ranks) == 1 else "have"
+            what = f"{usual} " if last_number == number - 1 else ""
+            rest = "" if what else f" (others are in #{number} {usual})"
+            yield False, f"{name_ranks(ranks)} {have} not entered #{last_number + 1} {what}of {name}{rest}"
+        others: dict[tuple[str, str], list[Rank]] = defaultdict(list)
+        for rank, last in there:
+            if last.name != usual or last.sizes != sizes:
+                others[last.name, last.sizes].append(rank)
+        for (kind, size), ranks in others.items():
+            differs = kind if kind != usual else f"{kind} of {size or 'unknown size'}, not {sizes or 'unknown size'},"
+            yield kind != usual, f"{name_ranks(ranks)} entered {differs} as #{number} of {name}, most entered {usual}"
+
+
+def name_ranks(ranks: list[Rank]) -> str:
+    """Return ranks as text: their numbers if they have some."""
+    numbers = [rank.number for rank in ranks if rank.number is not None]
+    if not numbers:
+        return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {number_ranges(numbers)}"
