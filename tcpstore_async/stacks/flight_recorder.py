@@ -17,6 +17,10 @@ _DUMPS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Of gloo, and of NCCL."""
 
 
+_DEFAULT: Final = "default_pg"
+"""The description of the group of all ranks."""
+
+
 class _Entry(msgspec.Struct):
     process_group: tuple[str, str]
     """The group's name, and its description."""
@@ -46,8 +50,12 @@ def last_collectives() -> tuple[Collective, ...]:
 
 def _collective(entry: _Entry) -> Collective:
     name, description = entry.process_group
+    if description in ("", "undefined"):
+        description = name
+    elif description != _DEFAULT:  # groups of other ranks may have the same
+        description = f"{description} ({name})"
     return Collective(
-        name if description in ("", "undefined") else description,
+        description,
         entry.profiling_name.rpartition(":")[2],
         entry.collective_seq_id,
         ", ".join(map(str, entry.input_sizes)),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from support import run_python
-from tcpstore_async.stacks import flight_recorder, responder
+from support import LIMIT, run_python
+from tcpstore_async.stacks import asking, flight_recorder, responder
 from tcpstore_async.stacks.asking import ask, dumped
 
 pytestmark = pytest.mark.needs_proc
@@ -118,7 +118,8 @@ def test_its_answer_has_the_frames_of_the_main_thread(running: int) -> None:
     assert answer.collectives == ()
 
 
-def test_frames_written_by_a_signal(running: int) -> None:
+def test_frames_written_by_a_signal(running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_DUMP_SECONDS", LIMIT)
     frames = dumped([running], float("inf"))[running]
     assert re.fullmatch(r"_(read|signalled) \(asking\.py:\d+\)", frames[0])
 
