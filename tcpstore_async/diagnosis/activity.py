@@ -43,7 +43,7 @@ class Activity(NamedTuple):
 
     words: str
     collective: Collective | None = None
-    """The collective that it has entered last, if known."""
+    """The collective that it is in, if known."""
     waits: bool = False
     """Whether it is in a collective, for which other ranks are needed."""
     starts: bool = False
@@ -58,18 +58,17 @@ def describe(doing: Doing, busy: bool = False) -> Activity:
     place, function, called = _places(doing.frames)
     if doing.state in _HELD:
         where = f" in {called or function}{place}" if place else ""
-        return Activity(f"{_HELD[doing.state]}{where}", last, held=True)
+        return Activity(f"{_HELD[doing.state]}{where}", held=True)
     if called in _NO_COLLECTIVES:
-        return Activity(f"{called}{place}", last, starts=called in _STARTING)
+        return Activity(f"{called}{place}", starts=called in _STARTING)
     if called:
-        of = ""
-        if last is not None and _may_be(called, last.name):
-            of = f" #{last.number} of {last.group}"
-        return Activity(f"{called}{of}{place}", last, waits=True)
+        if last is None or not _may_be(called, last.name):  # such as a recv, which is not numbered
+            return Activity(f"{called}{place}", waits=True)
+        return Activity(f"{called} #{last.number} of {last.group}{place}", last, waits=True)
     state = "running" if busy else doing.state
     where = (doing.call if state == "sleeping" else "") or function or doing.call or doing.wchan
     words = " in ".join(filter(None, (state, f"{where}{place}")))
-    return Activity(words, last, starts=any(_IMPORTING in frame for frame in doing.frames))
+    return Activity(words, starts=any(_IMPORTING in frame for frame in doing.frames))
 
 
 def _places(frames: tuple[str, ...]) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ job goes on only if most of its ranks were seen to. What was not looked at is co
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import msgspec
@@ -51,12 +52,21 @@ class _Reported(Line):
     relays: Relays | None = None
 
 
+class _Seen(NamedTuple):
+    """What a process did."""
+
+    doing: Doing
+    cpu: float
+    """Share of a core that it has used."""
+    switches: int
+    """How often its main thread has waited; -1 if that is not known."""
+
+
 class Look:
     """What processes did at one time."""
 
     def __init__(self) -> None:
-        self.doing: dict[Place, tuple[Doing, float]] = {}
-        """With the share of a core that each has used."""
+        self.doing: dict[Place, _Seen] = {}
         self.relays = Relays()
         self.ras = Ras()
         self.pytorch: dict[int, tuple[str, ...]] = {}
@@ -67,18 +77,19 @@ class Look:
         for group in report.groups:
             if group.doing.state == "gone":
                 continue  # it has ended, or its id is one of a container
-            for pid, cpu in zip(group.pids, group.cpu, strict=False):
-                self.doing[report.host, pid] = group.doing, cpu
+            for pid, cpu, switches in zip(group.pids, group.cpu, group.switches or repeat(-1), strict=False):
+                self.doing[report.host, pid] = _Seen(group.doing, cpu, switches)
 
-    def of(self, rank: Rank, host: str) -> tuple[Doing, float] | None:
+    def of(self, rank: Rank, host: str) -> "_Seen | None":
         """Return what a rank on this host did, if that is known."""
         found = self.doing.get((host, rank.pid or 0))
         frames = self.pytorch.get(-1 if rank.number is None else rank.number)
-        if frames is None or (found is not None and found[0].frames):
+        if frames is None or (found is not None and found.doing.frames):
             return found
         if found is None:
-            return Doing("", source="debug server", frames=frames), _UNKNOWN_SHARE
-        return msgspec.structs.replace(found[0], source="debug server", frames=frames, no_stack=""), found[1]
+            return _Seen(Doing("", source="debug server", frames=frames), _UNKNOWN_SHARE, -1)
+        doing = msgspec.structs.replace(found.doing, source="debug server", frames=frames, no_stack="")
+        return found._replace(doing=doing)
 
     def read(self, lines: Iterable[bytes]) -> None:
         """Add a reply of the admin socket. Raises as `decode_reply` does."""
@@ -137,6 +148,8 @@ class Hang(msgspec.Struct):
     """How many ranks are not connected, or not known by number."""
     without_stacks: int
     """How many were seen only from outside."""
+    looked_at: int
+    """How many processes were looked at: not those of silent hosts, or that have left."""
     relays: Relays
 
 
@@ -154,8 +167,8 @@ class _Found(NamedTuple):
     def signs(self) -> Iterator[float]:
         """Yield the seconds since it has sent a request on each session, and entered a collective."""
         yield from (session.idle for session in self.rank.sessions)
-        if self.activity.collective is not None:
-            yield self.activity.collective.since
+        if self.doing is not None:
+            yield from (one.since for one in self.doing.collectives)
 
 
 def ranks_of(ranks: Ranks) -> list[Rank]:
@@ -179,10 +192,10 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         if not rank.sessions:
             found.append(_Found(rank, Activity("left the store")))
         elif now is not None:
-            doing, cpu = now
+            doing, cpu, _ = now
             same = id(doing), cpu >= BUSY
             activity = described.get(same) or described.setdefault(same, describe(doing, cpu >= BUSY))
-            found.append(_compare(_Found(rank, activity, doing, cpu), first.of(rank, host)))
+            found.append(_compare(_Found(rank, activity, doing, cpu), now, first.of(rank, host)))
         elif any(session.link in silent for session in rank.sessions):
             found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
         else:
@@ -206,6 +219,7 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         without_stacks=len(
             [one for one in found if one.doing is not None and one.doing.state in ALIVE and not one.doing.frames]
         ),
+        looked_at=len([one for one in found if one.doing is not None]),
         relays=second.relays,
     )
     hang.state = _state(hang, found, any(certain for certain, _ in mismatches))
@@ -217,18 +231,20 @@ def _hosts(relays: Relays) -> set[str]:
     return {address.rpartition(":")[0].strip("[]") for address in relays.silent}
 
 
-def _compare(now: _Found, before: tuple[Doing, float] | None) -> _Found:
+def _compare(now: _Found, seen: _Seen, before: _Seen | None) -> _Found:
     """Say whether a rank has moved since it did something `before`, or has only waited."""
-    doing, activity = now.doing, now.activity
-    if before is None or doing is None:
+    doing, activity = seen.doing, now.activity
+    if before is None:
         return now
-    was, used = before
+    was, used, switches = before
     for one, other in ((was.frames, doing.frames), (_entered(was), _entered(doing))):
         if one and other and one != other:  # a look of a busy host may be without frames
             return now._replace(moved=True)
-    # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too.
-    waits = max(now.cpu, used) <= IDLE or (activity.waits and activity.collective is not None)
-    return now._replace(still=waits and not activity.held)
+    # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too. Who
+    # waits by looking again and again wakes as often as one that goes on.
+    woke = switches != seen.switches and "faulthandler" not in (was.source, doing.source)  # whose signal counts
+    waits = max(now.cpu, used) <= IDLE and not woke
+    return now._replace(still=(waits or activity.collective is not None) and not activity.held)
 
 
 def _entered(doing: Doing) -> tuple[int, ...]:

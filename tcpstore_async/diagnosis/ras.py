@@ -6,6 +6,7 @@ nothing, and neither does what changes from one reply to the next.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -20,6 +21,10 @@ _ACCEPTED: Final = 3
 
 _BETWEEN_TWO: Final = ("Send", "Recv")
 """Beginnings of the names of operations that not all ranks of a communicator make."""
+
+
+_MOST_OPERATIONS: Final = 64
+"""NCCL has fewer."""
 
 
 class _Member(msgspec.Struct):
@@ -61,7 +66,7 @@ def read_ras(raw: bytes) -> Ras:
         return Ras()
     try:
         return msgspec.json.decode(text, type=Ras)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Ras()
 
 
@@ -86,7 +91,7 @@ def compare_ras(first: Ras, second: Ras, ranks: Ranks) -> Iterator[str]:
 
 def _behind(was: list[_Member], now: list[_Member], of: str, by_pid: dict[int | None, list[Rank]]) -> Iterator[str]:
     counted = {member.rank: member.collective_counts for member in was}
-    for operation in now[0].collective_counts if now else ():
+    for operation in islice(now[0].collective_counts if now else (), _MOST_OPERATIONS):
         counts = {member.rank: member.collective_counts.get(operation, 0) for member in now}
         most = max(counts.values())
         if operation.startswith(_BETWEEN_TWO) or any(

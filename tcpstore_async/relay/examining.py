@@ -7,8 +7,11 @@ ends at the deadline, or with the relay. A report that does not fit into a frame
 """
 
 import asyncio
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -51,7 +54,7 @@ class Examiner:
         """End the examination under way. Idempotent."""
         self._number = -1
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process)
 
     def _look(self, number: int, seconds: float, given: bytes) -> bytes:
         """Return the report; empty if there is none. In a thread, as it waits."""
@@ -70,7 +73,7 @@ class Examiner:
                         return b""
                     return fitted(process.communicate(given, seconds)[0])
                 finally:
-                    process.kill()
+                    _kill(process)
         except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return b""
 
@@ -79,6 +82,13 @@ class Examiner:
             self._number = -1
             if looking.result():
                 on_report(number, looking.result())
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it, and what it has started."""
+    if process.poll() is None:  # else its number may be another one's
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def fitted(report: bytes) -> bytes:

@@ -110,6 +110,8 @@ class Question:
         some = list(islice(self._to_ask, self._portion))
         milliseconds = max(0, round(1000 * (self._until - self._server.loop.time())))
         for link in some:
+            if link not in self._left:
+                continue  # it has answered a question that was put to another one
             if link.connection is not None:
                 link.examine(self._number, milliseconds)
             else:

@@ -10,21 +10,27 @@ import re
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
-from .frames import written
-from .responder import NAME, Answer, caught, peer
+from .frames import clipped, written
+from .report import Collective
+from .responder import NAME, Answer, peer, takes
 
 _MOST_BYTES: Final = 1 << 16
+_COLLECTIVES: Final = 32
+_CHARACTERS: Final = 128
+_NUMBERS: Final = 1 << 53
+_LONGEST: Final = 1e9
 _DUMP_SECONDS: Final = 0.2
 """After which a signal has not been handled, as by a process that the kernel has frozen."""
 _POLL_SECONDS: Final = 0.005
 
-_FILE: Final = re.compile(rf"/memfd:{NAME}(\d+) \(deleted\)")
+_FILE: Final = re.compile(rf"/memfd:{NAME}(\d\d) \(deleted\)")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
 
 
@@ -39,7 +45,10 @@ def ask(pids: Iterable[int], seconds: float) -> dict[int, Answer | None]:
     until = time.monotonic() + seconds
     try:
         for pid in pids:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError:
+                break  # there is no descriptor left
             connection.setblocking(False)
             asked[connection.fileno()] = pid, connection, bytearray()
             try:
@@ -62,13 +71,31 @@ def ask(pids: Iterable[int], seconds: float) -> dict[int, Answer | None]:
                 poll.unregister(connection)
                 waiting -= 1
                 try:
-                    answers[pid] = msgspec.json.decode(data, type=Answer)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    pass  # it ended
+                    answers[pid] = _trusted(msgspec.json.decode(data, type=Answer))
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    pass  # it ended, or is none of ours
     finally:
         for _, connection, _ in asked.values():
             connection.close()
     return answers
+
+
+def _trusted(answer: Answer) -> Answer:
+    """Return no more of an answer than a responder says: a rank is not to have others' answers left out."""
+    return Answer(
+        clipped(answer.frames),
+        tuple(
+            Collective(
+                one.group[:_CHARACTERS],
+                one.name[:_CHARACTERS],
+                one.number,
+                one.sizes[:_CHARACTERS],
+                min(one.since, _LONGEST),
+            )
+            for one in answer.collectives[:_COLLECTIVES]
+            if 0 <= one.number < _NUMBERS and one.since >= 0
+        ),
+    )
 
 
 def _received(connection: socket.socket, data: bytearray) -> bool:
@@ -86,8 +113,8 @@ def _received(connection: socket.socket, data: bytearray) -> bool:
 def dumped(pids: Iterable[int], until: float) -> dict[int, tuple[str, ...]]:
     """Return the frames of processes that do not get the GIL, written by their signal handlers, keyed by pid.
 
-    Processes without a handler are left out. A system call that the kernel does not restart, such as a sleep in C, is
-    interrupted.
+    Processes without a handler are left out. A system call that the kernel does not restart, such as a sleep in C,
+    would be interrupted: the caller asks for no such processes.
     """
     until = min(until, time.monotonic() + _DUMP_SECONDS)
     files: dict[int, int] = {}
@@ -110,9 +137,10 @@ def _signalled(pid: int) -> int | None:
     file = None
     try:
         path, number = _file(pid)
-        if not caught(pid) >> (number - 1) & 1:
+        file = _opened(path)
+        if not takes(pid, number):
+            os.close(file)
             return None
-        file = os.open(path, os.O_RDWR)
         os.ftruncate(file, 0)
         signal.pidfd_send_signal(process, number)
     except OSError:  # it has ended, or may not be looked at
@@ -124,6 +152,22 @@ def _signalled(pid: int) -> int | None:
     return file
 
 
+def _opened(path: str) -> int:
+    """Open a file in memory for writing. Raises OSError, also for a file that is on a disk, whatever its name says."""
+    seen = os.open(path, os.O_PATH)
+    try:
+        found = os.stat(seen)
+        own = os.memfd_create("of this kind")
+        try:
+            if found.st_nlink or found.st_dev != os.fstat(own).st_dev or not stat.S_ISREG(found.st_mode):
+                raise FileNotFoundError(path)
+        finally:
+            os.close(own)
+        return os.open(f"/proc/self/fd/{seen}", os.O_RDWR)
+    finally:
+        os.close(seen)
+
+
 def _file(pid: int) -> tuple[str, int]:
     """Return the file to which a process writes its frames, and on which signal. Raises OSError."""
     folder = f"/proc/{pid}/fd"
@@ -133,7 +177,7 @@ def _file(pid: int) -> tuple[str, int]:
             found = _FILE.fullmatch(os.readlink(path))
         except FileNotFoundError:
             continue  # it was closed meanwhile
-        if found is not None:
+        if found is not None and signal.SIGRTMIN < int(found[1]) < signal.SIGRTMAX:
             return path, int(found[1])
     raise FileNotFoundError(folder)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from . import py_spy
 from .asking import ask, dumped
-from .kernel import GONE, STOPPED, Seen, describe, look
+from .kernel import GONE, INTERRUPTED, STOPPED, Seen, describe, look
 from .report import Collective, Doing, Group, HostReport
 
 _GIL_SECONDS: Final = 1.0
@@ -55,7 +55,7 @@ def examine(pids: Sequence[int], seconds: float = 1.5) -> HostReport:
             doing[pid] = _with(doing[pid], "responder", answer.frames, answer.collectives)
     left = [pid for pid in ours if not doing[pid].source and doing[pid].state != GONE]
     _add_frames(doing, _odd_first(left, doing, cpu), answers.keys(), until)
-    return HostReport(socket.gethostname(), _grouped(doing, cpu))
+    return HostReport(socket.gethostname(), _grouped(doing, cpu, {pid: seen.switches for pid, seen in after.items()}))
 
 
 def _outside(pid: int, before: Seen, after: Seen) -> Doing:
@@ -78,7 +78,8 @@ def _add_frames(doing: dict[int, Doing], pids: list[int], responders: Container[
     """Add the frames of processes whose responder has not answered, or that have none, or why there are none."""
     program = py_spy.find()
     found = py_spy.spy(program, pids, until) if program else {}
-    held = dumped([pid for pid in pids if pid in responders and isinstance(found.get(pid, ""), str)], until)
+    silent = [pid for pid in pids if pid in responders and isinstance(found.get(pid, ""), str)]
+    held = dumped([pid for pid in silent if _restarts(doing[pid])], until)
     for pid in pids:
         frames = found.get(pid, "")
         if pid in held:
@@ -90,6 +91,11 @@ def _add_frames(doing: dict[int, Doing], pids: list[int], responders: Container[
         else:
             why = "the GIL is held" if pid in responders else "no responder"
             doing[pid] = _with(doing[pid], no_stack=f"{frames}, {why}" if frames else why)
+
+
+def _restarts(doing: Doing) -> bool:
+    """Return whether what a process does goes on after a signal: nobody's sleep is to end because we ask."""
+    return doing.state == "running" or (doing.call != "" and doing.call not in INTERRUPTED)
 
 
 def _odd_first(pids: Iterable[int], doing: dict[int, Doing], cpu: dict[int, float]) -> list[int]:
@@ -111,12 +117,17 @@ def _same(doing: Doing, busy: bool) -> tuple[object, ...]:
     return state, held, doing.frames, *[(one.group, one.name, one.number) for one in doing.collectives]
 
 
-def _grouped(doing: dict[int, Doing], cpu: dict[int, float]) -> list[Group]:
+def _grouped(doing: dict[int, Doing], cpu: dict[int, float], switches: dict[int, int]) -> list[Group]:
     groups = defaultdict(list)
     for pid, one in doing.items():
         groups[_same(one, cpu[pid] >= _BUSY)].append(pid)
     return [
-        Group(pids, _longest([doing[pid] for pid in pids]), [round(max(cpu[pid], 0.0), 3) for pid in pids])
+        Group(
+            pids,
+            _longest([doing[pid] for pid in pids]),
+            [round(max(cpu[pid], 0.0), 3) for pid in pids],
+            [switches[pid] for pid in pids],
+        )
         for pids in sorted(groups.values(), key=len)
     ]
 

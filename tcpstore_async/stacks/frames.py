@@ -15,7 +15,11 @@ _CHARACTERS: Final = 128
 
 def written(frames: Iterable[tuple[str, str, int]]) -> tuple[str, ...]:
     """Return what to show of frames: functions, with or without the names of their classes, files and lines."""
-    return tuple(
-        f"{function.rpartition('.')[2]} ({os.path.basename(file)}:{line})"[:_CHARACTERS]
-        for function, file, line in islice(frames, _FRAMES)
+    return clipped(
+        f"{function.rpartition('.')[2]} ({os.path.basename(file)}:{line})" for function, file, line in frames
     )
+
+
+def clipped(frames: Iterable[str]) -> tuple[str, ...]:
+    """Return no more of frames than is shown, as text that can be encoded: a file's name may be no UTF-8."""
+    return tuple(frame[:_CHARACTERS].encode(errors="replace").decode() for frame in islice(frames, _FRAMES))

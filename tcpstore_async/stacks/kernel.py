@@ -5,6 +5,7 @@ Knows /proc. Must not know Python. Invariant: what may not be read is empty, and
 
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,6 +26,7 @@ _STATES: Final = {
     "x": GONE,
 }
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
+_SWITCHES: Final = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 
 _CALLS: Final = """
     read 0 63, write 1 64, poll 7 -, pread64 17 67, readv 19 65, select 23 -, pause 34 -, nanosleep 35 101,
@@ -34,6 +36,14 @@ _CALLS: Final = """
     epoll_pwait 281 22, accept4 288 242, epoll_pwait2 441 441
 """
 """System calls in which a process may stay, with their numbers on x86_64 and aarch64."""
+
+INTERRUPTED: Final = frozenset(
+    {
+        *("poll", "select", "pause", "nanosleep", "rt_sigtimedwait", "clock_nanosleep", "epoll_wait", "pselect6"),
+        *("ppoll", "epoll_pwait", "epoll_pwait2"),
+    }
+)
+"""System calls that a signal ends, whatever its handler does."""
 
 _COLUMN: Final = {"x86_64": 1, "aarch64": 2}.get(platform.machine(), 0)
 _NAMES: Final = {words[_COLUMN]: words[0] for words in map(str.split, _CALLS.split(","))}
@@ -49,6 +59,8 @@ class Seen(NamedTuple):
     """Seconds of all its threads."""
     born: int = 0
     """When it started: another process with the same pid has another value."""
+    switches: int = -1
+    """How often its main thread has waited; -1 if that is not known."""
 
 
 def look(pid: int) -> Seen:
@@ -58,7 +70,10 @@ def look(pid: int) -> Seen:
         user = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return Seen(GONE)
-    return Seen(_STATES.get(words[0], "sleeping"), user, (int(words[11]) + int(words[12])) / _TICKS, int(words[19]))
+    found = _SWITCHES.search(_read(pid, "status"))
+    switches = int(found[1]) if found else -1
+    cpu = (int(words[11]) + int(words[12])) / _TICKS
+    return Seen(_STATES.get(words[0], "sleeping"), user, cpu, int(words[19]), switches)
 
 
 def describe(pid: int, state: str) -> Doing:

@@ -42,6 +42,8 @@ class Group(msgspec.Struct, omit_defaults=True):
     doing: Doing
     cpu: list[float]
     """Share of a core that each used, in the order of pids."""
+    switches: list[int] = []
+    """How often the main thread of each has waited so far; one that has waited on since has the same number."""
 
 
 class HostReport(msgspec.Struct, omit_defaults=True):

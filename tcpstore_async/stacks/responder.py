@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,9 @@ NAME: Final = "tcpstore-stacks-"
 
 _CREDENTIALS: Final = struct.Struct("3i")
 
+_FULL_SECONDS: Final = 0.1
+"""Time until it looks again whether there is a descriptor for a connection."""
+
 _SEND_SECONDS: Final = 1.0
 """An answer fits the socket's buffer, so this is for one who asks often and reads nothing."""
 
@@ -49,6 +53,7 @@ class _Responder:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.dump = -1
         self.signal = 0
+        self.closing = False
         try:
             self.listener.bind(f"\0{NAME}{self.pid}")
             self.listener.listen(4)
@@ -72,7 +77,10 @@ class _Responder:
             try:
                 connection = self.listener.accept()[0]
             except OSError:
-                return  # it was closed
+                if self.listener.fileno() < 0 or self.closing:
+                    return
+                time.sleep(_FULL_SECONDS)  # there is no descriptor left
+                continue
             with connection:
                 try:
                     if peer(connection)[1] in (0, os.getuid()):
@@ -83,6 +91,7 @@ class _Responder:
 
     def close(self) -> None:
         """End it. In a forked child it closes what the child has inherited."""
+        self.closing = True
         if self.dump >= 0:
             os.close(self.dump)  # first: whoever finds it open may send the signal
             faulthandler.unregister(self.signal)
@@ -130,9 +139,16 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def caught(pid: int) -> int:
-    """Return the signals that a process catches, a bit for each, from the lowest on. Raises OSError."""
-    return _signals(pid, "SigCgt:")
+def takes(pid: int, number: int) -> bool:
+    """Return whether a process of this user, with all its ids, catches this signal in its main thread. Raises OSError.
+
+    Where the main thread blocks it, another one would get it, or it would wait until nobody catches it any more.
+    """
+    bit = 1 << (number - 1)
+    users = Path(f"/proc/{pid}/status").read_text().partition("\nUid:")[2].partition("\n")[0].split()
+    if {*map(int, users)} != {os.geteuid()}:
+        return False
+    return bool(_signals(pid, "SigCgt:") & bit) and not _signals(pid, "SigBlk:") & bit
 
 
 def _signals(pid: int, *fields: str) -> int:

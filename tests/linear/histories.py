@@ -43,8 +43,7 @@ if __name__ == "__main__":
 import tcpstore_async
 from etcd_cluster import cluster, programs
 from faults.kills import PROGRAM, Client, Server
-from faults.rounds import FAULTS as ROUNDS
-from faults.rounds import Replicated
+from faults.rounds import ENDS, Replicated
 from linear.checker import (
     EMPTY,
     Call,
@@ -399,7 +398,7 @@ async def etcd(stage: Stage) -> None:
     servers = stage.server
     assert isinstance(servers, Replicated)
     await asyncio.to_thread(servers.settle)
-    await asyncio.to_thread(getattr(servers, stage.rng.choice(ROUNDS)))
+    await asyncio.to_thread(getattr(servers, stage.rng.choice(ENDS)))
 
 
 FAULTS = {

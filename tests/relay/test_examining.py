@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from faults.fault_helpers import gone
-from support import HANDSHAKE, LIMIT
+from support import HANDSHAKE, LIMIT, until
 from tcpstore_async.client.admin import ask
 from tcpstore_async.links.link_client import ClientLink
 from tcpstore_async.relay.examining import Examiner, fitted
@@ -123,6 +123,7 @@ async def test_nobody_to_ask(tmp_path: Path, backend: str) -> None:
         assert relays == {"relays": {"asked": 0, "answered": 0, "silent": [], "older": 0}}
 
 
+@pytest.mark.needs_proc
 async def test_relays_that_do_not_answer_as_they_should(tmp_path: Path) -> None:
     """Each costs its own answer only; no more than 32 are named."""
 
@@ -275,11 +276,13 @@ async def answered(program: str, seconds: float = LIMIT) -> tuple[int, bytes] | 
     return answers[0] if answers else None
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize("program", ["import sys; sys.exit('no')", "print('garbage')", "print(b'\\xff')", "1 / 0", "{"])
 async def test_an_examination_that_fails_is_not_answered(program: str) -> None:
     assert await answered(f"# fails\n{program}\n") is None
 
 
+@pytest.mark.needs_proc
 async def test_an_examination_that_takes_too_long_is_ended() -> None:
     assert await answered(NEVER_ENDS, 0.01) is None
 
@@ -294,6 +297,25 @@ async def test_a_new_question_ends_the_examination_before() -> None:
     assert await asyncio.wait_for(answers.get(), LIMIT) == (2, b'{"host":"here","groups":[]}')
     examiner.close()
     examiner.close()
+
+
+@pytest.mark.needs_proc
+async def test_what_the_process_has_started_ends_with_it(tmp_path: Path) -> None:
+    """py-spy went on."""
+    said = tmp_path / "pid"
+    os.mkfifo(said)
+    program = f"""# a stand-in
+import signal, subprocess
+started = subprocess.Popen(["sleep", "1000"])
+with open({str(said)!r}, "w") as file:
+    file.write(str(started.pid))
+signal.pause()
+"""
+    examiner = Examiner(program)
+    examiner.examine(1, LIMIT, [], lambda *answer: None)
+    started = int(await asyncio.to_thread(said.read_text))
+    examiner.close()
+    await asyncio.to_thread(until, lambda: gone(started))
 
 
 async def test_no_process_outlives_the_relay() -> None:

@@ -252,5 +252,5 @@ def test_a_report_that_is_too_large() -> None:
 def test_the_collectives_of_a_group_are_its_oldest() -> None:
     collectives = {1: (Collective("g", "all_reduce", 7, since=1.0),), 2: (Collective("g", "all_reduce", 7, since=5.0),)}
     found = {pid: Doing("sleeping", frames=("f (x.py:1)",), collectives=one) for pid, one in collectives.items()}
-    (group,) = examining._grouped(found, {1: 0.0, 2: 0.0})
-    assert (group.pids, group.doing) == ([1, 2], found[2])
+    (group,) = examining._grouped(found, {1: 0.0, 2: 0.0}, {1: 5, 2: 7})
+    assert (group.pids, group.doing, group.switches) == ([1, 2], found[2], [5, 7])

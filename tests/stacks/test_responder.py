@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support import LIMIT, run_python
 from tcpstore_async.stacks import asking, flight_recorder, responder
 from tcpstore_async.stacks.asking import ask, dumped
+from tcpstore_async.stacks.frames import written
+from tcpstore_async.stacks.report import Collective
 
 pytestmark = pytest.mark.needs_proc
 
@@ -91,12 +94,12 @@ def test_a_forked_child_has_none_until_it_starts_its_own() -> None:
             print(there(), list(ask([os.getpid()], 60).values())[0] is not None)
         else:
             before = there()
-            caught = responder.caught(os.getpid()) >> (responder.free_signal() - 1) & 1
+            caught = responder.takes(os.getpid(), responder.free_signal())
             responder.start()
             print(before, there(), caught, list(ask([os.getpid()], 60).values())[0] is not None, flush=True)
             os._exit(0)
     """
-    assert run(program, TCPSTORE_STACKS="1") == [f"{NOTHING} {ONE} 0 True", f"{ONE} True"]
+    assert run(program, TCPSTORE_STACKS="1") == [f"{NOTHING} {ONE} False True", f"{ONE} True"]
 
 
 def test_a_program_that_is_executed_inherits_nothing() -> None:
@@ -122,6 +125,99 @@ def test_frames_written_by_a_signal(running: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(asking, "_DUMP_SECONDS", LIMIT)
     frames = dumped([running], float("inf"))[running]
     assert re.fullmatch(r"_(read|signalled) \(asking\.py:\d+\)", frames[0])
+
+
+PRETENDER = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(f"\\0tcpstore-stacks-{os.getpid()}")
+listener.listen()
+print(1, flush=True)
+connection = listener.accept()[0]
+connection.sendall(sys.stdin.buffer.read())
+"""
+"""Answers what it is given."""
+
+
+def answered(said: bytes) -> responder.Answer | None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PRETENDER], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        process.stdin.write(said)
+        process.stdin.close()
+        try:
+            return ask([process.pid], LIMIT)[process.pid]
+        finally:
+            process.kill()
+
+
+def test_an_answer_that_is_none_of_ours() -> None:
+    assert answered(b'{"more": ' + b"[" * 50_000) is None
+    assert answered(b"{}") is None
+
+
+def test_an_answer_that_is_too_long_is_clipped() -> None:
+    """In a report that has no space left, it took the place of all others."""
+    entered = [Collective("g" * 200, "all_reduce", number, "s" * 200, 1e300) for number in range(100)]
+    entered += [Collective("g", "all_reduce", -1), Collective("g", "all_reduce", 1 << 60)]
+    found = answered(msgspec.json.encode(responder.Answer(("f" * 200,) * 40, tuple(entered[-42:]))))
+    assert found is not None
+    assert [len(frame) for frame in found.frames] == [128] * 24
+    assert 0 < len(found.collectives) <= 32
+    assert {(len(one.group), len(one.sizes), one.since) for one in found.collectives} == {(128, 128, 1e9)}
+    assert all(0 <= one.number < 100 for one in found.collectives)
+
+
+def test_a_file_on_a_disk_is_not_written_to(tmp_path: Path) -> None:
+    """What a descriptor's name says may be a lie: root's own file was emptied."""
+    path = tmp_path / "memfd"
+    path.write_text("kept")
+    with path.open() as file:
+        with pytest.raises(FileNotFoundError):
+            asking._opened(f"/proc/self/fd/{file.fileno()}")
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            asking._opened(f"/proc/self/fd/{file.fileno()}")
+        assert file.read() == "kept"
+
+
+def test_no_signal_goes_to_a_main_thread_that_blocks_it() -> None:
+    """Another thread's frames were shown as the main thread's, or the signal came when nothing handled it."""
+    program = """
+        import signal
+        from tcpstore_async.stacks import asking, responder
+        responder.start()
+        number = responder.free_signal() + 1
+        print(responder.takes(os.getpid(), number), end=" ")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        print(responder.takes(os.getpid(), number), asking.dumped([os.getpid()], float("inf")))
+    """
+    assert run(program, TCPSTORE_STACKS="1") == ["True False {}"]
+
+
+def test_a_responder_outlives_a_lack_of_descriptors() -> None:
+    program = """
+        import resource
+        from tcpstore_async.stacks import responder
+        from tcpstore_async.stacks.asking import ask
+        responder.start()
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with socket.socket(socket.AF_UNIX) as one:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            one.connect(f"\\0tcpstore-stacks-{os.getpid()}")
+            responder.time.sleep = lambda seconds: full.set()
+            full = threading.Event()
+            print(full.wait(60), end=" ")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        print(ask([os.getpid()], 60)[os.getpid()] is not None)
+    """
+    assert run(program, TCPSTORE_STACKS="1") == ["True True"]
+
+
+def test_a_name_that_is_no_utf_8() -> None:
+    assert written([("f", "/tmp/\udcff.py", 1)]) == ("f (?.py:1)",)
 
 
 def test_no_signal_goes_to_a_process_without_a_handler() -> None:

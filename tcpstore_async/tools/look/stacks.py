@@ -84,11 +84,14 @@ def stacks(
     hang = query(context, admin, look)
     if numbers:
         hang.groups = [one for one in hang.groups if not set(numbers).isdisjoint(one.ranks)]
+        known = {number for one in hang.groups for number in one.ranks}
+        if unknown := sorted(set(numbers) - known):
+            context.fail(f"rank{'s' if len(unknown) > 1 else ''} {number_ranges(unknown)}: not connected", FAILED)
     if context.output == "json":
         print_json(msgspec.to_builtins(hang))
     else:
         print_result("\n".join(map(escape, hang_lines(hang, frames=_MOST_FRAMES))))
-    if not hang.seen:
+    if not hang.looked_at:
         raise SystemExit(FAILED)
 
 
@@ -129,32 +132,29 @@ def _look(admin: Where, pids: list[int], seconds: float) -> Look:
 def _ask_nccl(seconds: float) -> Ras:
     """Return what NCCL says on this host; nothing if no job with a recent NCCL runs here, or it takes too long."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", _NCCL).rpartition(":")
-    deadline = time.monotonic() + seconds + _LATER
-    raw = bytearray()
-    try:
-        with socket.create_connection((host, int(port)), seconds) as peer:
-            peer.sendall(REQUEST)
-            while chunk := peer.recv(65536):
-                raw += chunk
-                if len(raw) > _MOST_BYTES or time.monotonic() > deadline:
-                    return Ras()
-    except (OSError, ValueError):
-        return Ras()
-    return read_ras(bytes(raw))
+    return read_ras(_reply(host, port, REQUEST, seconds))
 
 
 def _ask_pytorch(seconds: float) -> dict[int, tuple[str, ...]]:
     """Return the frames that PyTorch's debug server on this host shows, keyed by rank, if a job runs it."""
-    from http.client import HTTPConnection, HTTPException  # not at the top: commands must start fast
+    page = _reply("127.0.0.1", str(debug_server.PORT), debug_server.REQUEST, seconds)
+    return debug_server.read_stacks(page.decode(errors="replace"))
 
-    connection = HTTPConnection("127.0.0.1", debug_server.PORT, timeout=seconds)
+
+def _reply(host: str, port: str, request: bytes, seconds: float) -> bytes:
+    """Return all that a server sends; nothing if there is none, or if it is too much or too late."""
+    deadline = time.monotonic() + seconds + _LATER
+    raw = bytearray()
     try:
-        connection.request("GET", debug_server.PATH)
-        return debug_server.read_stacks(connection.getresponse().read(_MOST_BYTES).decode(errors="replace"))
-    except (OSError, HTTPException):
-        return {}
-    finally:
-        connection.close()
+        with socket.create_connection((host, int(port)), seconds) as peer:
+            peer.sendall(request)
+            while chunk := peer.recv(65536):
+                raw += chunk
+                if len(raw) > _MOST_BYTES or time.monotonic() > deadline:
+                    return b""
+    except (OSError, ValueError):
+        return b""
+    return bytes(raw)
 
 
 def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
@@ -185,7 +185,7 @@ def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
         hosts = ", ".join(f"{host} ({count})" for host, count in list(hang.unseen.items())[:_MOST_HOSTS])
         more = f" and {len(hang.unseen) - _MOST_HOSTS} more hosts" if len(hang.unseen) > _MOST_HOSTS else ""
         count = sum(hang.unseen.values())
-        yield f"{counted(count, 'rank')} cannot be looked at, as no relay there can be asked: on {hosts}{more}"
+        yield f"{counted(count, 'rank')} not seen, as they have ended, or no relay there can be asked: on {hosts}{more}"
     if hang.relays.refused:
         yield f"relays were not asked: {hang.relays.refused}"
     if hang.relays.silent:

@@ -19,7 +19,7 @@ from ...cli.context import FAILED, ClientContext, client_command, looking_comman
 from ...cli.output import escape, print_json, print_result
 from ...client.admin import ask
 from ...diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
-from ...diagnosis.hang import HANGS, UNKNOWN, Hang
+from ...diagnosis.hang import HANGS, UNKNOWN, WAITS, Hang
 from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.stock_ranks import Ranks, number_ranges
@@ -74,7 +74,9 @@ def who(context: ClientContext, missing: bool, world_size: int | None, admin: Pa
         hang = None if answer.waits else _look_at_processes(context, admin, ranks)
         known = {**_callers_keys(answer), "processes": msgspec.to_builtins(hang)}
         _print(context, known, lambda: [*held, *_missing_lines(answer, hang), *others])
-        if not answer.waits and (hang is None or hang.state == UNKNOWN or (hang.state != HANGS and hang.unseen)):
+        if not answer.waits and (
+            hang is None or hang.state in (UNKNOWN, WAITS) or (hang.state != HANGS and hang.unseen)
+        ):
             raise SystemExit(FAILED)
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]

@@ -38,7 +38,7 @@ class Relayed:
 
     def missing(self) -> Any:
         done = run_command(self.server, "who", "--missing", "-o", "json", "--timeout", "60")
-        assert done.exit_code == 0, done.output
+        assert done.exit_code in (0, 1), done.output  # 1 where nobody waits yet
         return json.loads(done.stdout)
 
 

@@ -112,7 +112,9 @@ def test_the_header_and_times_of_day(page: Page) -> None:
 def test_what_the_ranks_do_and_the_state_as_text(page: Page) -> None:
     page.evaluate("byId('look').click()")
     page.until("byId('looked').textContent.startsWith('as of ')")
-    assert "995 ranks cannot be looked at, as no relay there can be asked: on node-000 (8), " in page.text("#stacks")
+    assert "995 ranks not seen, as they have ended, or no relay there can be asked: on node-000 (8), " in page.text(
+        "#stacks"
+    )
     page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
     page.evaluate("byId('copy').click()")
     page.until("byId('copy').textContent === 'Copied'")

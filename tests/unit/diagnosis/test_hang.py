@@ -230,7 +230,7 @@ def test_nothing_was_seen() -> None:
     assert (hang.state, hang.seen, hang.unseen) == (UNKNOWN, 0, {HOST: SIZE})
     assert list(hang_lines(hang)) == [
         "cannot tell whether the job hangs",
-        f"8 ranks cannot be looked at, as no relay there can be asked: on {HOST} (8)",
+        f"8 ranks not seen, as they have ended, or no relay there can be asked: on {HOST} (8)",
     ]
     empty = conclude(World().ranks(), (Look(), Look()), 1.0, {})
     assert (empty.state, list(hang_lines(empty))) == (UNKNOWN, ["no rank is connected"])

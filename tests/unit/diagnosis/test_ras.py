@@ -88,6 +88,7 @@ def test_what_changes_says_nothing() -> None:
         ACCEPTED + b"Job summary\n",
         ACCEPTED + b'{"communicators": [{"hash": 5}]}',
         ACCEPTED + b'{"communicators": ["\xff"]}',
+        ACCEPTED + b'{"more": ' + b"[" * 100_000,
     ],
 )
 def test_another_form_says_nothing(raw: bytes) -> None:
