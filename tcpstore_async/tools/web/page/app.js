@@ -48,7 +48,9 @@ function milliseconds(number) {
 }
 
 function wallClock() {
-  return new Date().toLocaleString("sv-SE", { timeZoneName: "short" });
+  const two = "2-digit"; // all of them: else an hour after midnight has one digit
+  const parts = { year: "numeric", month: two, day: two, hour: two, minute: two, second: two, timeZoneName: "short" };
+  return new Date().toLocaleString("sv-SE", parts);
 }
 
 function clock(date) {
