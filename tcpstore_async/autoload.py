@@ -12,7 +12,7 @@ def autoload() -> None:
     """Do what TCPSTORE_STACKS and TCPSTORE_INSTALL ask for; on failure warn, or write to stderr if warnings raise."""
     if os.environ.get("TCPSTORE_STACKS") == "1":
         try:
-            from .stacks.responder import start
+            from .stacks.switch import start
 
             start()
         except Exception as error:

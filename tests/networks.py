@@ -78,14 +78,20 @@ def enter(path: str) -> None:
         os.close(fd)
 
 
+_own = False
+"""Whether this process is in a network of its own."""
+
+
 def leave_for_own() -> None:
     """Move this process, which has one thread, to a network of its own: loopback, on which packets can be stopped.
 
     Raises OSError and CalledProcessError where that is not permitted.
     """
+    global _own
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+    _own = True
     _ip("link", "set", "lo", "up")
     _ip("rule", "add", "priority", "1000", "lookup", "local")
     _ip("rule", "delete", "priority", "0")
@@ -94,6 +100,7 @@ def leave_for_own() -> None:
 @contextmanager
 def stopped(*selectors: str) -> Iterator[None]:
     """Stop the packets that these select, such as `to 127.0.1.0/24`, in a network of one's own."""
+    assert _own, "these rules would stop this machine's own packets"
     for selector in selectors:
         _ip("rule", "add", "priority", "100", *selector.split(), "unreachable")
     try:

@@ -44,7 +44,14 @@ MACHINE = {
     "uvloop",
 }
 OF_THE_MACHINE = {
-    *("base/deadline.py", "base/locks.py", "base/python_process.py", "log/etcd.py", "log/etcd_client.py"),
+    *(
+        "base/deadline.py",
+        "base/locks.py",
+        "base/peer_process.py",
+        "base/python_process.py",
+        "log/etcd.py",
+        "log/etcd_client.py",
+    ),
     "log/journal.py",
 }
 """Files in these folders that are about it: clocks, threads, processes, files, other servers."""

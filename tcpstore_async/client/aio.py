@@ -25,7 +25,7 @@ from ..base.errors import DistError, DistNetworkError, ProtocolError, QueueEmpty
 from ..base.keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
-from ..stacks import responder
+from ..stacks import switch
 from ..wire.commands import PARKS
 from ..wire.values import Framed, unpack
 from . import capabilities, exchanges, explanation, requests
@@ -153,7 +153,7 @@ class AsyncTCPStore:
         refused_is_final: bool = False,
     ) -> "AsyncTCPStore":
         """Connect; with `refused_is_final`, raise ConnectionRefusedError at once if all servers refuse."""
-        responder.start()
+        switch.start()
         files = checked(tls_files or files_from_environment()) if tls else None
         store = cls(*servers.first, timeout, token=token, tls=files, name=name)
         store._servers = servers

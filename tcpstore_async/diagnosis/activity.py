@@ -44,8 +44,6 @@ class Activity(NamedTuple):
     words: str
     collective: Collective | None = None
     """The collective that it is in, if known."""
-    waits: bool = False
-    """Whether it is in a collective, for which other ranks are needed."""
     starts: bool = False
     """Whether it imports modules, or makes a process group."""
     held: bool = False
@@ -63,8 +61,8 @@ def describe(doing: Doing, busy: bool = False) -> Activity:
         return Activity(f"{called}{place}", starts=called in _STARTING)
     if called:
         if last is None or not _may_be(called, last.name):  # such as a recv, which is not numbered
-            return Activity(f"{called}{place}", waits=True)
-        return Activity(f"{called} #{last.number} of {last.group}{place}", last, waits=True)
+            return Activity(f"{called}{place}")
+        return Activity(f"{called} #{last.number} of {last.group}{place}", last)
     state = "running" if busy else doing.state
     where = (doing.call if state == "sleeping" else "") or function or doing.call or doing.wchan
     words = " in ".join(filter(None, (state, f"{where}{place}")))

@@ -160,6 +160,7 @@ class _Found(NamedTuple):
     activity: Activity
     doing: Doing | None = None
     cpu: float = 0.0
+    switches: int = -1
     moved: bool = False
     still: bool = False
     """Whether it has only waited from the first look to the second."""
@@ -192,10 +193,9 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         if not rank.sessions:
             found.append(_Found(rank, Activity("left the store")))
         elif now is not None:
-            doing, cpu, _ = now
-            same = id(doing), cpu >= BUSY
-            activity = described.get(same) or described.setdefault(same, describe(doing, cpu >= BUSY))
-            found.append(_compare(_Found(rank, activity, doing, cpu), now, first.of(rank, host)))
+            same = id(now.doing), now.cpu >= BUSY
+            activity = described.get(same) or described.setdefault(same, describe(now.doing, now.cpu >= BUSY))
+            found.append(_compare(_Found(rank, activity, *now), first.of(rank, host)))
         elif any(session.link in silent for session in rank.sessions):
             found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
         else:
@@ -231,10 +231,10 @@ def _hosts(relays: Relays) -> set[str]:
     return {address.rpartition(":")[0].strip("[]") for address in relays.silent}
 
 
-def _compare(now: _Found, seen: _Seen, before: _Seen | None) -> _Found:
+def _compare(now: _Found, before: _Seen | None) -> _Found:
     """Say whether a rank has moved since it did something `before`, or has only waited."""
-    doing, activity = seen.doing, now.activity
-    if before is None:
+    doing, activity = now.doing, now.activity
+    if before is None or doing is None:
         return now
     was, used, switches = before
     for one, other in ((was.frames, doing.frames), (_entered(was), _entered(doing))):
@@ -242,7 +242,7 @@ def _compare(now: _Found, seen: _Seen, before: _Seen | None) -> _Found:
             return now._replace(moved=True)
     # A collective that goes on uses CPU, except where it is known by number: on a GPU, one that hangs does, too. Who
     # waits by looking again and again wakes as often as one that goes on.
-    woke = switches != seen.switches and "faulthandler" not in (was.source, doing.source)  # whose signal counts
+    woke = switches != now.switches and "faulthandler" not in (was.source, doing.source)  # whose signal counts
     waits = max(now.cpu, used) <= IDLE and not woke
     return now._replace(still=(waits or activity.collective is not None) and not activity.held)
 
@@ -282,7 +282,7 @@ def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
 def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:
     first = alike[0]
     doing = first.doing
-    since = [one.activity.collective.since for one in alike if one.activity.waits and one.activity.collective]
+    since = [one.activity.collective.since for one in alike if one.activity.collective is not None]
     return Same(
         words,
         len(alike),

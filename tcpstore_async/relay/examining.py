@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from ..base import python_process
-from ..stacks.report import HostReport
+from ..stacks.report import HostReport, fitted
 from ..wire.link import REPORT_BYTES
 
 _PROGRAM: Final = """# looks at the processes of a relay's ranks
@@ -71,7 +71,8 @@ class Examiner:
                 try:
                     if number != self._number:  # `close` may not have seen it
                         return b""
-                    return fitted(process.communicate(given, seconds)[0])
+                    said = process.communicate(given, seconds)[0]
+                    return fitted(msgspec.json.decode(said, type=HostReport), REPORT_BYTES)
                 finally:
                     _kill(process)
         except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -89,16 +90,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:  # else its number may be another one's
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def fitted(report: bytes) -> bytes:
-    """Return a report without its last groups, if they are too many; empty if that does not help.
-
-    Raises msgspec.MsgspecError and UnicodeDecodeError if it is none.
-    """
-    found = msgspec.json.decode(report, type=HostReport)
-    while len(data := msgspec.json.encode(found)) > REPORT_BYTES:
-        if not found.groups:
-            return b""
-        found.more += len(found.groups.pop().pids)
-    return data

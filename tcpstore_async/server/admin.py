@@ -17,7 +17,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -27,6 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from ..base.errors import DistNetworkError
+from ..base.peer_process import peer_process
 from ..base.version import VERSION
 from ..observe.history import MOST_BYTES, History, history_of
 from ..observe.inspection import Inspection
@@ -86,9 +86,6 @@ _MOST_AUDITED: Final = 256
 
 _MOST_LOGGED: Final = 200
 """Most logged characters of a request."""
-
-_CREDENTIALS: Final = struct.Struct("3i")
-"""The value of SO_PEERCRED: process, user and group."""
 
 _HIGH_WATER: Final = 256 * 1024
 """Unsent bytes from which on a reply waits for its client to read."""
@@ -306,14 +303,14 @@ class Admin:
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
         """Log a request: each drop and each examination, and anything else once per process."""
         user = _user(writer)
-        if isinstance(request, Request) and request.stop:
+        if isinstance(request, Request) and request.ask == [_STACKS]:
+            asked = "asked what ranks do"
+        elif isinstance(request, Request) and request.stop:
             asked = "asked the server to stop"
         elif isinstance(request, Request) and request.replace is not None:
             asked = "asked the server to let another one take its place"
         elif isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
-        elif isinstance(request, Request) and request.ask == [_STACKS]:
-            asked = "asked what ranks do"
         else:
             asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
             if (user, asked) in self._audited:  # `tcpstore stat` repeats its request each second
@@ -509,12 +506,9 @@ def resident_bytes() -> int:
 
 def _user(writer: asyncio.StreamWriter) -> str:
     """Return which user and process have connected, as reported by the kernel."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return "unknown user"
     try:
         with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as copy:
-            raw = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, user = peer_process(copy)
     except OSError:
         return "unknown user"
-    pid, user, _ = _CREDENTIALS.unpack(raw)
     return f"uid {user}, pid {pid}"

@@ -174,9 +174,9 @@ class Replica:
         server.stop(for_good=False)
 
     async def _watch(self, server: UvServer, replication: Replication) -> None:
-        """Say that etcd does not do what it is asked.
+        """Say what the server waits for.
 
-        Close the connections of a server that may no longer hold the epoch: their clients look for another.
+        Close the connections of one that may no longer hold the epoch: their clients look for another.
         """
         fine, troubled = time.monotonic(), False
         while True:
@@ -186,20 +186,21 @@ class Replica:
             now = time.monotonic()
             if not self.etcd.trouble:
                 fine = now
-            if troubled != (now >= fine + _SILENT_SECONDS):
-                troubled = not troubled
-                why = f"waiting: {self.etcd.trouble}" if troubled else ""
-                server.store.hub.why_held = why
-                log.warning("%s", why or "etcd does again what it is asked")
+            before = troubled, server.cut_off
+            troubled = now >= fine + _SILENT_SECONDS
             late = now >= self.etcd.certain_until + _PATIENCE
-            if late != server.cut_off:
-                why = "etcd has not answered for so long that another server may serve" if late else ""
-                server.store.hub.why_held = why
-                log.warning("%s", f"{why}: closing all connections" if late else "etcd answers again")
-                if late:
-                    server.cut()
-                    server.break_all()
-                server.cut_off = late
+            if (troubled, late) == before:
+                continue
+            why = f"waiting: {self.etcd.trouble}" if troubled else ""
+            if late:
+                why = "etcd has not answered for so long that another server may serve"
+            server.store.hub.why_held = why
+            breaks = late and not server.cut_off
+            log.warning("%s", f"{why}: closing all connections" if breaks else why or "etcd answers again")
+            if breaks:
+                server.cut()
+                server.break_all()
+            server.cut_off = late
 
     # Standing by
 
@@ -236,11 +237,11 @@ class Replica:
         """Follow the log until the epoch is ours, and everything is read."""
         said = ""
         while True:
-            opening = asyncio.ensure_future(asyncio.to_thread(self.etcd.open, self._settings, self._limit))
-            await asyncio.wait([opening], timeout=_SILENT_SECONDS)
-            if not opening.done():
-                log.warning("waiting: %s", self.etcd.trouble or "etcd has not answered yet")
-            instance = await opening
+            saying = self._loop.call_later(_SILENT_SECONDS, self._say_what_it_waits_for)
+            try:
+                instance = await asyncio.to_thread(self.etcd.open, self._settings, self._limit)
+            finally:
+                saying.cancel()
             self._limit = math.inf
             server = self._make(instance)
             replication = Replication(server.engine(), server.links, server.turn, self.etcd)
@@ -268,6 +269,9 @@ class Replica:
                 raise
             replication.close(False)
             server.stop(for_good=False)
+
+    def _say_what_it_waits_for(self) -> None:
+        log.warning("waiting: %s", self.etcd.trouble or "etcd has not answered yet")
 
     def _read_rest(self, replication: Replication) -> None:
         began = time.monotonic()

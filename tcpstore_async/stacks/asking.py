@@ -17,9 +17,10 @@ from typing import Final
 
 import msgspec
 
+from ..base.peer_process import peer_process
 from .frames import clipped, written
 from .report import Collective
-from .responder import NAME, Answer, peer, takes
+from .responder import NAME, Answer, takes
 
 _MOST_BYTES: Final = 1 << 16
 _COLLECTIVES: Final = 32
@@ -53,7 +54,7 @@ def ask(pids: Iterable[int], seconds: float) -> dict[int, Answer | None]:
             asked[connection.fileno()] = pid, connection, bytearray()
             try:
                 connection.connect(f"\0{NAME}{pid}")
-                if peer(connection)[0] != pid:
+                if peer_process(connection)[0] != pid:
                     continue
             except BlockingIOError:  # several ask it, so that it does not answer them
                 answers[pid] = None

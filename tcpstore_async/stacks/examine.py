@@ -17,7 +17,7 @@ import msgspec
 from . import py_spy
 from .asking import ask, dumped
 from .kernel import GONE, INTERRUPTED, STOPPED, Seen, describe, look
-from .report import Collective, Doing, Group, HostReport
+from .report import Collective, Doing, Group, HostReport, fitted
 
 _GIL_SECONDS: Final = 1.0
 """After which a responder that has not answered does not get the GIL."""
@@ -137,14 +137,7 @@ def _longest(alike: list[Doing]) -> Doing:
     return max(alike, key=lambda doing: max((one.since for one in doing.collectives), default=0.0))
 
 
-def fitted(report: HostReport, most: int = _MOST_BYTES) -> bytes:
-    """Return a report as JSON, without its last groups if they are too many."""
-    while len(data := msgspec.json.encode(report)) > most:
-        report.more += len(report.groups.pop().pids)
-    return data
-
-
 def main() -> None:
     """Read a question from standard input, and write the report to standard output."""
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=_Question)
-    sys.stdout.buffer.write(fitted(examine(question.pids, question.seconds)))
+    sys.stdout.buffer.write(fitted(examine(question.pids, question.seconds), _MOST_BYTES))

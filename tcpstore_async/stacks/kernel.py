@@ -5,7 +5,6 @@ Knows /proc. Must not know Python. Invariant: what may not be read is empty, and
 
 import os
 import platform
-import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,7 +25,6 @@ _STATES: Final = {
     "x": GONE,
 }
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
-_SWITCHES: Final = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 
 _CALLS: Final = """
     read 0 63, write 1 64, poll 7 -, pread64 17 67, readv 19 65, select 23 -, pause 34 -, nanosleep 35 101,
@@ -68,12 +66,17 @@ def look(pid: int) -> Seen:
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         user = os.stat(f"/proc/{pid}").st_uid
+        switches = int(status(pid).get("voluntary_ctxt_switches", -1))
     except OSError:
         return Seen(GONE)
-    found = _SWITCHES.search(_read(pid, "status"))
-    switches = int(found[1]) if found else -1
     cpu = (int(words[11]) + int(words[12])) / _TICKS
     return Seen(_STATES.get(words[0], "sleeping"), user, cpu, int(words[19]), switches)
+
+
+def status(pid: int) -> dict[str, str]:
+    """Return what the kernel says of a process and its main thread, keyed by name. Raises OSError."""
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    return {name: value for name, _, value in (line.partition(":\t") for line in lines)}
 
 
 def describe(pid: int, state: str) -> Doing:

@@ -51,3 +51,12 @@ class HostReport(msgspec.Struct, omit_defaults=True):
     groups: list[Group]
     more: int = 0
     """Processes left out because of a limit."""
+
+
+def fitted(report: HostReport, most: int) -> bytes:
+    """Return a report of at most so many bytes as JSON, without its last groups if need be; empty if none is left."""
+    while len(data := msgspec.json.encode(report)) > most:
+        if not report.groups:
+            return b""
+        report.more += len(report.groups.pop().pids)
+    return data

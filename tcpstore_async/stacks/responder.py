@@ -12,28 +12,23 @@ import fcntl
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
 import msgspec
 
+from ..base.peer_process import peer_process
 from .flight_recorder import last_collectives
 from .frames import written
+from .kernel import status
 from .report import Collective
-
-SWITCH: Final = "TCPSTORE_STACKS"
-"""Environment variable: 1 starts a responder, 0 has `install` start none."""
 
 NAME: Final = "tcpstore-stacks-"
 """Of the socket, before the pid, and of the file, before the number of the signal."""
-
-_CREDENTIALS: Final = struct.Struct("3i")
 
 _FULL_SECONDS: Final = 0.1
 """Time until it looks again whether there is a descriptor for a connection."""
@@ -54,14 +49,15 @@ class _Responder:
         self.dump = -1
         self.signal = 0
         self.closing = False
+        self.thread = threading.Thread(target=self._run, name="tcpstore stacks", daemon=True)
         try:
             self.listener.bind(f"\0{NAME}{self.pid}")
             self.listener.listen(4)
             self._register()
+            self.thread.start()
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._run, name="tcpstore stacks", daemon=True).start()
 
     def _register(self) -> None:
         """Have a signal that nothing else handles write the frames; if there is none, only the thread answers."""
@@ -77,13 +73,13 @@ class _Responder:
             try:
                 connection = self.listener.accept()[0]
             except OSError:
-                if self.listener.fileno() < 0 or self.closing:
+                if self.closing:
                     return
                 time.sleep(_FULL_SECONDS)  # there is no descriptor left
                 continue
             with connection:
                 try:
-                    if peer(connection)[1] in (0, os.getuid()):
+                    if peer_process(connection)[1] in (0, os.getuid()):
                         connection.settimeout(_SEND_SECONDS)
                         connection.sendall(_answer())
                 except OSError:
@@ -101,23 +97,20 @@ class _Responder:
             except OSError:
                 pass  # it does not listen
         self.listener.close()
+        if self.pid == os.getpid() and self.thread.is_alive():
+            self.thread.join(_SEND_SECONDS)  # until it returns from accept, the name is taken
 
 
 _running: _Responder | None = None
 
 
-def wanted(default: bool = False) -> bool:
-    """Return whether the environment asks for a responder."""
-    return os.environ.get(SWITCH, "1" if default else "") == "1" and sys.platform == "linux"
+def start() -> None:
+    """Start the responder of this process, which is on Linux: `switch` knows. Idempotent.
 
-
-def start(default: bool = False) -> None:
-    """Start the responder of this process if the environment asks for it; without a word there, if `default`.
-
-    Idempotent. What it needs may not be there, as in a sandbox: then there is none.
+    What it needs may not be there, as in a sandbox: then there is none.
     """
     global _running
-    if _running is None and wanted(default):
+    if _running is None:
         try:
             _running = _Responder()
         except (OSError, RuntimeError):
@@ -132,37 +125,21 @@ def stop() -> None:
         ended.close()
 
 
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user at the other end."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(found)
-    return pid, user
-
-
 def takes(pid: int, number: int) -> bool:
     """Return whether a process of this user, with all its ids, catches this signal in its main thread. Raises OSError.
 
     Where the main thread blocks it, another one would get it, or it would wait until nobody catches it any more.
     """
-    bit = 1 << (number - 1)
-    users = Path(f"/proc/{pid}/status").read_text().partition("\nUid:")[2].partition("\n")[0].split()
-    if {*map(int, users)} != {os.geteuid()}:
+    found, bit = status(pid), 1 << (number - 1)
+    if {*map(int, found["Uid"].split())} != {os.geteuid()}:
         return False
-    return bool(_signals(pid, "SigCgt:") & bit) and not _signals(pid, "SigBlk:") & bit
-
-
-def _signals(pid: int, *fields: str) -> int:
-    found = 0
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, mask = line.partition("\t")
-        if name in fields:
-            found |= int(mask, 16)
-    return found
+    return bool(int(found["SigCgt"], 16) & bit) and not int(found["SigBlk"], 16) & bit
 
 
 def free_signal() -> int:
     """Return a real-time signal that this process neither catches, ignores nor blocks; 0 if there is none."""
-    used = _signals(os.getpid(), "SigCgt:", "SigIgn:", "SigBlk:")
+    found = status(os.getpid())
+    used = int(found["SigCgt"], 16) | int(found["SigIgn"], 16) | int(found["SigBlk"], 16)
     return next((one for one in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if not used >> (one - 1) & 1), 0)
 
 

@@ -56,7 +56,7 @@ from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..client.url_variables import advice_for_stores
 from ..server.master import ServerHandle, check_host_tokens, host
 from ..session.auth import ALL, REMOTE
-from ..stacks import responder
+from ..stacks import switch
 from ..wire.commands import WORKERS_KEY
 from ..wire.values import unpack
 from .base import Store
@@ -166,7 +166,7 @@ class TCPStore(Store):
         server: str | None = None,
     ) -> None:
         _remember(self)
-        responder.start()
+        switch.start()
         super().__init__(timeout)
         self._token = find_token(token)
         host_name = to_host("host_name", host_name)

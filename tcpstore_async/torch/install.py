@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..base import errors
 from ..base.coercion import Timeout, in_milliseconds, to_seconds
 from ..server.master import NoServerError
-from ..stacks import responder
+from ..stacks import responder, switch
 from ..stores import rendezvous_url as plain
 from ..stores import tcp
 from . import gloo_advice, lifetimes, pytorchs_server, stores, tcpstore_patch
@@ -63,7 +63,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     gloo_advice.follow_groups(_replaced)
     lifetimes.follow_starts(_replaced)
     lifetimes.follow_ends()
-    responder.start(default=True)
+    switch.start(default=True)
 
 
 def uninstall() -> None:
@@ -74,7 +74,7 @@ def uninstall() -> None:
     """
     _replaced.restore()
     lifetimes.stop_following()
-    if not responder.wanted():
+    if not switch.wanted():
         responder.stop()
 
 
@@ -106,7 +106,7 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
     Raises DistNetworkError and DistStoreError as TCPStore does, but at once if the timeout is 0 or negative.
     """
     lifetimes.close_ended()
-    responder.start(default=True)  # a forked rank has none yet
+    switch.start(default=True)  # a forked rank has none yet
     seconds = to_seconds("timeout", timeout)
     if seconds <= 0:  # our client would wait for ever where PyTorch's raises at once
         text = f"The client socket has timed out after {in_milliseconds(seconds)}ms while trying to connect to"

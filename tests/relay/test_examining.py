@@ -19,12 +19,12 @@ from faults.fault_helpers import gone
 from support import HANDSHAKE, LIMIT, until
 from tcpstore_async.client.admin import ask
 from tcpstore_async.links.link_client import ClientLink
-from tcpstore_async.relay.examining import Examiner, fitted
+from tcpstore_async.relay.examining import Examiner
 from tcpstore_async.relay.running import relay
 from tcpstore_async.server.base import Server
 from tcpstore_async.server.examining import Question
 from tcpstore_async.serving import serve
-from tcpstore_async.stacks.report import Doing, Group, HostReport
+from tcpstore_async.stacks.report import Doing, Group, HostReport, fitted
 from tcpstore_async.wire.link import REPORT_BYTES
 
 SAYS_WHAT_IT_IS_GIVEN = """# a stand-in
@@ -337,9 +337,9 @@ async def test_no_process_outlives_the_relay() -> None:
 def test_a_report_that_is_too_long_loses_its_last_groups() -> None:
     doing = [Doing("running", frames=(f"frame {number}",) * 40) for number in range(200)]
     whole = HostReport("here", [Group([number, 1000 + number], one, [0.0, 0.0]) for number, one in enumerate(doing)])
-    data = fitted(msgspec.json.encode(whole))
+    data = fitted(msgspec.json.decode(msgspec.json.encode(whole), type=HostReport), REPORT_BYTES)
     found = msgspec.json.decode(data, type=HostReport)
     assert REPORT_BYTES - 1000 < len(data) <= REPORT_BYTES
     assert found.groups == whole.groups[: len(found.groups)]
     assert found.more == 2 * (200 - len(found.groups))
-    assert fitted(msgspec.json.encode(HostReport("x" * REPORT_BYTES, []))) == b""
+    assert fitted(HostReport("x" * REPORT_BYTES, []), REPORT_BYTES) == b""

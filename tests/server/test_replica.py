@@ -444,7 +444,7 @@ async def test_a_server_says_why_it_waits_for_etcd(
         one.log.trouble = ""
         while hub.why_held:
             await asyncio.sleep(0.01)
-        assert caplog.messages[-1] == "etcd does again what it is asked"
+        assert caplog.messages[-1] == "etcd answers again"
 
 
 async def test_who_comes_while_a_record_is_appended_is_closed_when_the_server_is_cut_off() -> None:

@@ -20,9 +20,9 @@ from support import LIMIT, until
 from tcpstore_async.base import python_process
 from tcpstore_async.stacks import asking, py_spy
 from tcpstore_async.stacks import examine as examining
-from tcpstore_async.stacks.examine import examine, fitted
+from tcpstore_async.stacks.examine import examine
 from tcpstore_async.stacks.kernel import describe, look
-from tcpstore_async.stacks.report import Collective, Doing, Group, HostReport
+from tcpstore_async.stacks.report import Collective, Doing, Group, HostReport, fitted
 
 pytestmark = pytest.mark.needs_proc
 
@@ -30,7 +30,7 @@ PY_SPY = py_spy.find()
 
 PROGRAM = """
 import ctypes, os, sys, time, threading
-from tcpstore_async.stacks import responder
+from tcpstore_async.stacks import switch
 
 def sleeping(): time.sleep(1000)
 def reading(): os.read(os.pipe()[0], 1)
@@ -43,7 +43,7 @@ def joining():
     thread.join()
 def ending(): pass
 
-responder.start()
+switch.start()
 os.write(1, b"1")
 globals()[sys.argv[1]]()
 """

@@ -73,13 +73,12 @@ def test_the_environment_starts_it(program: str, value: str, expected: str) -> N
 
 def test_starting_and_stopping_it_again() -> None:
     program = """
-        from tcpstore_async.stacks import responder
-        for _ in range(2):
-            responder.start(); responder.start(); print(there())
-            thread = next(one for one in threading.enumerate() if one.name == "tcpstore stacks")
-            responder.stop(); responder.stop(); thread.join(); print(there())
+        from tcpstore_async.stacks import responder, switch
+        for _ in range(20):
+            switch.start(); switch.start(); print(there())
+            responder.stop(); responder.stop(); print(there())
     """
-    assert run(program, TCPSTORE_STACKS="1") == [ONE, NOTHING, ONE, NOTHING]
+    assert run(program, TCPSTORE_STACKS="1") == [ONE, NOTHING] * 20
 
 
 def test_a_forked_child_has_none_until_it_starts_its_own() -> None:
@@ -264,7 +263,7 @@ def test_a_wrong_answer_is_none(sent: bytes) -> None:
 
 def test_another_user_gets_no_answer(running: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: -2)
-    monkeypatch.setattr(responder, "peer", lambda _: (0, 12345))
+    monkeypatch.setattr(responder, "peer_process", lambda _: (0, 12345))
     assert ask([running], 60.0) == {running: None}
 
 

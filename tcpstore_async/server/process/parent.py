@@ -27,6 +27,7 @@ import msgspec
 from ...auth.secret_files import TlsFiles
 from ...auth.tokens import HostTokens
 from ...base import python_process
+from ...base.deadline import Deadline
 from ...base.limits import DEFAULT_GRACE
 from ...base.locks import RLock
 from ..backends import DEFAULT_BACKEND, START_TIMEOUT
@@ -190,15 +191,13 @@ def _launch(
 
     No error is caught around the wait, which is long: it would be one that a signal handler has raised.
     """
-    end = None if timeout is None else time.monotonic() + timeout
+    deadline = Deadline(-1 if timeout is None else timeout)
     try:
         control, source, starter = _begin(listener, options, tokens)
     except (OSError, subprocess.SubprocessError) as error:
         raise StartError(str(error)) from None
     try:
-        if not _is_readable(control, end):
-            raise StartTimeout(f"not ready within {timeout or 0:.3g} s")
-        ready, process = _receive_ready(control, source)
+        ready, process = _await_ready(control, source, deadline)
         starter.wait()
     except BaseException:
         _give_up(starter, control)
@@ -270,19 +269,13 @@ def _spawn(
     return process
 
 
-def _is_readable(control: socket.socket, end: float | None) -> bool:
-    """Wait until the child has something to say, until `end` at the latest, and return whether it has."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    return bool(poll.poll(None if end is None else max(0.0, end - time.monotonic()) * 1e3))
-
-
-def _receive_ready(control: socket.socket, source: socket.socket) -> tuple[Event, Process]:
-    """Return the event of a server that is ready, which it sends in one piece, and its process. Raises StartError."""
+def _await_ready(control: socket.socket, source: socket.socket, deadline: Deadline) -> tuple[Event, Process]:
+    """Wait until the server is ready; return the event and its process. Raises StartError."""
     received, fds = b"", []
-    control.settimeout(STOP_TIMEOUT)
     try:
         while not received.endswith(b"\n"):
+            if not _reports(control, select.POLLIN, deadline.left()):
+                raise StartTimeout(f"not ready within {deadline.timeout:.3g} s")
             data, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(4), _CLOEXEC)
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -343,9 +336,14 @@ def _above_standard_streams(fd: int) -> int:
 
 def _has_hung_up(one: socket.socket, seconds: float) -> bool:
     """Return whether the other end closes within `seconds`."""
+    return _reports(one, 0, seconds)
+
+
+def _reports(one: socket.socket, events: int, seconds: float | None) -> bool:
+    """Return whether one of these events happens within `seconds`, or the other end closes."""
     poll = select.poll()
-    poll.register(one, 0)
-    return bool(poll.poll(seconds * 1e3))
+    poll.register(one, events)
+    return bool(poll.poll(None if seconds is None else seconds * 1e3))
 
 
 def _next_event(lines: LineReader) -> Event:

@@ -98,10 +98,12 @@ def stacks(
 def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS) -> Hang:
     """Look at the ranks twice. Raises DistError, PermissionError."""
     here = socket.gethostname()
-    direct = [one for rank in ranks_of(ranks) for one in rank.sessions if one.link is None]
     direct = [
-        one for one in direct if one.peer.get("host", here) == here
-    ]  # another name: a container's, with other pids
+        one
+        for rank in ranks_of(ranks)
+        for one in rank.sessions
+        if one.link is None and one.peer.get("host", here) == here  # another name: a container's, with other pids
+    ]
     local = find_local({one.host for one in direct})
     pids = sorted({one.pid for one in direct if one.host in local and one.pid is not None})
     each = min(seconds / 2, _LOOK_SECONDS)
