@@ -66,8 +66,10 @@ NOT_KEPT = {
     *("running", "partial", "freeing", "working", "to_work"),
     *("command", "_last_key", "on_link", "on_end", "on_refused", "on_refusal", "on_failure"),
     *("_parts", "_reply", "recorder", "examines", "unnamed", "unvalidated", "_listing", "weight", "_ahead"),
+    *("reserved", "build"),
 }
-"""Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere."""
+"""Attributes that are counts of memory, caches, or of the connection, or whose contents are looked at elsewhere;
+the last name the build."""
 
 
 class Digest:
