@@ -38,8 +38,9 @@ REST = 1.0
 MEMBER_SECONDS = 3.0
 """Time without a member of etcd, or without a majority of them, or without the network."""
 
-DISK_BYTES = 250 << 20
-"""The disk of a member of etcd in `disk`; its own files begin with 128 MiB."""
+DISK_BYTES = 1 << 30
+"""The disk of a member of etcd in `disk`. Its log alone may take 448 MiB: it keeps five files of 64, makes one ahead,
+and copies one that it repairs. With too little, the other members' disks are full as well, in time."""
 
 
 class Process:
@@ -206,8 +207,9 @@ class Replicated:
         return [f"to {addresses}", f"from {addresses}"]
 
     def disk(self) -> None:
-        """The disk of a member of etcd is full for a while. It ends, if it has to write more than it has space for."""
-        member = 0  # always the same: what it had may be beyond repair
+        """The disk of a member of etcd is full for a while. It ends if it has to write more, and is started again when
+        there is room, as by systemd or an operator."""
+        member = 0
         filler = self.etcd.folder / f"m{member}" / "filler"
         try:
             with filler.open("wb", buffering=0) as file:
@@ -220,6 +222,8 @@ class Replicated:
         filler.unlink()
         if self.etcd.has_ended(member):
             self.etcd.kill(member)
+            self.etcd.start(member)
+        self.etcd.wait()  # else the next round would fill the disk while it repairs its log
 
     def clock(self) -> None:
         """The servers' wall clocks are set, forward or back."""
