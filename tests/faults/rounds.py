@@ -3,7 +3,7 @@
     python tests/faults/rounds.py --fault server --rounds 20 [--seed 1]
 
 Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1
-if anything was wrong. `host`, `cut`, `clients` and `disk` need root, `clock` the package faketime.
+if anything was wrong. `host`, `cut`, `clients`, `member-cut` and `disk` need root, `clock` the package faketime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from etcd_cluster import MEMBERS, Cluster, programs
 from faults.kills import PROGRAM, TIMEOUT, free_port, relay, run
-from networks import leave_for_own, stopped
+from networks import Network, enter, leave_for_own, stopped, two_networks, unplugged
 
 REST = 1.0
 """Seconds from one fault to the next, at least."""
@@ -92,7 +92,7 @@ class Replicated:
                 **env, "LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(self.shift), "FAKETIME_NO_CACHE": "1",
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }  # fmt: skip
-        self.fault: Callable[[], None] = getattr(self, fault)
+        self.fault: Callable[[], None] = getattr(self, fault.replace("-", "_"))
         self.servers = [self._start(self.ports[0])]
         self.serving = self._next(self.servers[0])
         self.servers.append(self._start(self.ports[1]))
@@ -225,6 +225,15 @@ class Replicated:
             self.etcd.start(member)
         self.etcd.wait()  # else the next round would fill the disk while it repairs its log
 
+    def member_cut(self) -> None:
+        """Nothing passes between a member of etcd, which may lead, and all others."""
+        member = MEMBERS - 1
+        if self.rng.random() < 0.5:
+            self.etcd.lead(member)
+        with unplugged(self.etcd.networks[member]):
+            time.sleep(MEMBER_SECONDS)
+        self.etcd.wait()
+
     def clock(self) -> None:
         """The servers' wall clocks are set, forward or back."""
         self.shift.write_text(f"{self.rng.choice('+-')}{self.rng.choice((1, 3, 60, 86_400))}")
@@ -239,7 +248,7 @@ class Replicated:
 ENDS = ("server", "term", "stopped", "leader", "both", "member", "majority")
 """These need no rights, and no network, disk or clock of their own."""
 
-FAULTS = (*ENDS, "host", "cut", "clients", "disk", "clock")
+FAULTS = (*ENDS, "host", "cut", "clients", "member-cut", "disk", "clock")
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 
@@ -267,7 +276,12 @@ def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
         own = fault in ("host", "cut", "clients")
         if own:
             leave_for_own()
-        etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1")
+        networks: list[Network] = []
+        if fault == "member-cut":
+            ours, other = stack.enter_context(two_networks())
+            enter(str(ours.path))
+            networks = [ours] * (MEMBERS - 1) + [other]
+        etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1", networks=networks)
         etcd.folder.mkdir()
         if fault == "disk":
             stack.enter_context(small_disks(etcd.folder))
