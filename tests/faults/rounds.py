@@ -237,9 +237,13 @@ class Replicated:
         return [f"to {addresses}", f"from {addresses}"]
 
     def disk(self) -> None:
-        """The disk of a member of etcd is full for a while. It ends if it has to write more, and is started again when
-        there is room, as by systemd or an operator."""
+        """The disk of a member of etcd, which may lead, is full for a while.
+
+        The member ends if it has to write more. When there is space, it is started again, as by systemd.
+        """
         member = 0
+        if self.rng.random() < 0.5:
+            self.etcd.lead(member)
         filler = self.etcd.folder / f"m{member}" / "filler"
         try:
             with filler.open("wb", buffering=0) as file:
