@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from networks import Network
 from support import free_port, until
 from tls.certificates import certificates
 
@@ -31,11 +32,20 @@ def programs() -> list[str]:
 
 
 class Cluster:
-    def __init__(self, folder: Path, program: str, *, secure: bool = False, host: str = "127.0.0.1") -> None:
-        """Members listen for clients on `host`."""
+    def __init__(
+        self,
+        folder: Path,
+        program: str,
+        *,
+        secure: bool = False,
+        host: str = "127.0.0.1",
+        networks: Sequence[Network] = (),
+    ) -> None:
+        """Members listen for clients on `host`; or each is on its own one of the `networks`."""
         self.folder = folder
         self.host = host
         self.program = program
+        self.networks = networks
         self.scheme = "https" if secure else "http"
         self.ports = [free_port() for _ in range(MEMBERS)]
         self._peers = [free_port() for _ in range(MEMBERS)]
@@ -43,7 +53,10 @@ class Cluster:
 
     @property
     def urls(self) -> list[str]:
-        return [f"{self.scheme}://127.0.0.1:{port}" for port in self.ports]
+        return [f"{self.scheme}://{self._address(member)}:{port}" for member, port in enumerate(self.ports)]
+
+    def _address(self, member: int) -> str:
+        return self.networks[member].address if self.networks else "127.0.0.1"
 
     def start(self, *members: int) -> None:
         """Have these run, or all."""
@@ -54,11 +67,13 @@ class Cluster:
                 self._start(member)
 
     def _start(self, member: int) -> None:
-        peers = [f"http://127.0.0.1:{port}" for port in self._peers]
+        peers = [f"http://{self._address(number)}:{port}" for number, port in enumerate(self._peers)]
+        host = self._address(member) if self.networks else self.host
+        prefix = self.networks[member].prefix if self.networks else []
         options = {
             "name": f"m{member}",
             "data-dir": str(self.folder / f"m{member}"),
-            "listen-client-urls": f"{self.scheme}://{self.host}:{self.ports[member]}",
+            "listen-client-urls": f"{self.scheme}://{host}:{self.ports[member]}",
             "advertise-client-urls": self.urls[member],
             "listen-peer-urls": peers[member],
             "initial-advertise-peer-urls": peers[member],
@@ -74,7 +89,7 @@ class Cluster:
             }  # it wants certificates
         with open(self.folder / f"m{member}.log", "ab") as log:
             self._running[member] = subprocess.Popen(
-                [self.program, *(f"--{name}={value}" for name, value in options.items())],
+                [*prefix, self.program, *(f"--{name}={value}" for name, value in options.items())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -107,6 +122,14 @@ class Cluster:
             if status is not None and status["leader"] == status["header"]["member_id"]:  # type: ignore[index]
                 return member
         return self.leader()
+
+    def lead(self, member: int) -> None:
+        """Have a member lead."""
+        status = self.ask(member, "maintenance/status")
+        assert status is not None
+        number = status["header"]["member_id"]  # type: ignore[index]
+        while (leader := self.leader()) != member:
+            self.ask(leader, "maintenance/transfer-leadership", targetID=number)
 
     def kill(self, *members: int) -> None:
         for member in members:

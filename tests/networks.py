@@ -110,6 +110,16 @@ def stopped(*selectors: str) -> Iterator[None]:
             _ip("rule", "delete", "priority", "100", *selector.split(), "unreachable")
 
 
+@contextmanager
+def unplugged(host: Network) -> Iterator[None]:
+    """Let nothing pass between a host and the others."""
+    _ip("-n", host.name, "link", "set", INTERFACE, "down")
+    try:
+        yield
+    finally:
+        _ip("-n", host.name, "link", "set", INTERFACE, "up")
+
+
 @functools.cache
 def why_not() -> str:
     """Return why there can be no networks here; empty if there can."""

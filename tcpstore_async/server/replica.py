@@ -255,7 +255,8 @@ class Replica:
                 if ours:
                     log.info("the stores have ended for good: beginning with empty ones")
                     await asyncio.to_thread(self.etcd.resign)
-            except Trimmed:
+            except Trimmed as error:
+                log.info("beginning anew with the snapshot: %s", error)
                 await asyncio.to_thread(self.etcd.resign)
             except OtherReplay as error:
                 if str(error) != said:

@@ -3,13 +3,14 @@
     python tests/faults/rounds.py --fault server --rounds 20 [--seed 1]
 
 Three members of etcd, two servers, a relay, and the load of `kills.py`. Prints one line of JSON; the exit status is 1
-if anything was wrong. `host`, `cut`, `clients` and `disk` need root, `clock` the package faketime.
+if anything was wrong. `host`, `cut`, `clients`, `member-cut` and `disk` need root, `clock` the package faketime.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import errno
 import json
 import os
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,24 +31,46 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from etcd_cluster import MEMBERS, Cluster, programs
 from faults.kills import PROGRAM, TIMEOUT, free_port, relay, run
-from networks import leave_for_own, stopped
+from networks import Network, enter, leave_for_own, stopped, two_networks, unplugged
+from support import until
+
+LOG = "/tcpstore/default/"
+"""Where the keys of the store are in etcd."""
+
+EARLY = (
+    "from tcpstore_async.server import replica; replica.SNAPSHOT_BYTES = 1 << 20; "
+    "from tcpstore_async.__main__ import main; main()"
+)
+"""A server that makes snapshots early."""
 
 REST = 1.0
 """Seconds from one fault to the next, at least."""
 
+BEHIND = 1000
+"""Records that a slow standby lacks: more than the 128 answers, and what fits in buffers, that etcd has on the way."""
+
 MEMBER_SECONDS = 3.0
 """Time without a member of etcd, or without a majority of them, or without the network."""
 
-DISK_BYTES = 250 << 20
-"""The disk of a member of etcd in `disk`; its own files begin with 128 MiB."""
+DISK_BYTES = 1 << 30
+"""The disk of a member of etcd in `disk`. Its log alone may take 448 MiB: it keeps five files of 64, makes one ahead,
+and copies one that it repairs. With too little, the other members' disks are full as well, in time."""
 
 
 class Process:
     """A server process, and what it says of itself."""
 
-    def __init__(self, folder: Path, port: int, options: list[str], env: dict[str, str], said: queue.Queue[Process]):
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        options: list[str],
+        env: dict[str, str],
+        said: queue.Queue[Process],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         self.port = port
-        command = [*PROGRAM, "serve", "--port", str(port), "--admin", str(folder / f"admin{port}"), *options]
+        command = [*program, "serve", "--port", str(port), "--admin", str(folder / f"admin{port}"), *options]
         with (folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=folder)
         self.role = ""
@@ -83,6 +106,8 @@ class Replicated:
         """What is stopped."""
         self.gone: Process | None = None
         """The server whose host has no network."""
+        self.begun = 0
+        """How often a standby has begun anew before the present round."""
         self.shift = folder / "shift"
         """How wrong the servers' clocks are."""
         if fault == "clock":
@@ -91,7 +116,7 @@ class Replicated:
                 **env, "LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(self.shift), "FAKETIME_NO_CACHE": "1",
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }  # fmt: skip
-        self.fault: Callable[[], None] = getattr(self, fault)
+        self.fault: Callable[[], None] = getattr(self, fault.replace("-", "_"))
         self.servers = [self._start(self.ports[0])]
         self.serving = self._next(self.servers[0])
         self.servers.append(self._start(self.ports[1]))
@@ -106,11 +131,15 @@ class Replicated:
     def url(self) -> str:
         return "tcp://" + ",".join([f"127.0.0.1:{port}" for port in self.ports])
 
-    def _start(self, port: int) -> Process:
+    @property
+    def standby(self) -> Process:
+        return next(one for one in self.servers if one is not self.serving)
+
+    def _start(self, port: int, program: Sequence[str] = PROGRAM) -> Process:
         urls = ",".join(self.etcd.urls)
         if self.etcd.host != "127.0.0.1":  # each server knows etcd by addresses that no other uses: see `cut`
             urls = urls.replace("127.0.0.1", f"127.0.{1 + self.ports.index(port)}.1")
-        return Process(self.folder, port, ["--etcd", urls], self.env, self.said)
+        return Process(self.folder, port, ["--etcd", urls], self.env, self.said, program)
 
     def _next(self, *wanted: Process) -> Process:
         """Wait until one of these says what it is, or any of them serves."""
@@ -140,6 +169,8 @@ class Replicated:
         while not any(one.role == "server" for one in self.servers):
             self._next()
         self.serving = next(one for one in self.servers if one.role == "server")
+        if self.fault == self.compaction:
+            self._leave_behind()
 
     # Faults
 
@@ -206,8 +237,13 @@ class Replicated:
         return [f"to {addresses}", f"from {addresses}"]
 
     def disk(self) -> None:
-        """The disk of a member of etcd is full for a while. It ends, if it has to write more than it has space for."""
-        member = 0  # always the same: what it had may be beyond repair
+        """The disk of a member of etcd, which may lead, is full for a while.
+
+        The member ends if it has to write more. When there is space, it is started again, as by systemd.
+        """
+        member = 0
+        if self.rng.random() < 0.5:
+            self.etcd.lead(member)
         filler = self.etcd.folder / f"m{member}" / "filler"
         try:
             with filler.open("wb", buffering=0) as file:
@@ -220,6 +256,52 @@ class Replicated:
         filler.unlink()
         if self.etcd.has_ended(member):
             self.etcd.kill(member)
+            self.etcd.start(member)
+        self.etcd.wait()  # else the next round would fill the disk while it repairs its log
+
+    def member_cut(self) -> None:
+        """Nothing passes between a member of etcd, which may lead, and all others."""
+        member = MEMBERS - 1
+        if self.rng.random() < 0.5:
+            self.etcd.lead(member)
+        with unplugged(self.etcd.networks[member]):
+            time.sleep(MEMBER_SECONDS)
+        self.etcd.wait()
+
+    def compaction(self) -> None:
+        """The server that serves ends. The other one is behind, and what it would read next is in etcd no more."""
+        self.standby.process.send_signal(signal.SIGCONT)
+        if self.rng.random() < 0.5:
+            until(self._has_begun_anew)
+        self.serving.end(signal.SIGKILL)
+        self.serving = self._next()
+        assert self._has_begun_anew()
+
+    def _leave_behind(self) -> None:
+        """Stop the standby until a third server's snapshot has replaced what comes next, and compact etcd."""
+        third = self._start(free_port(), [sys.executable, "-c", EARLY])
+        self.servers.append(third)
+        self._next(third)
+        self.begun = self._beginnings()
+        self.standby.process.send_signal(signal.SIGSTOP)
+        last, _ = self._record("DESCEND")
+        until(lambda: self._record("ASCEND")[0] > last + BEHIND)
+        assert self.etcd.ask(0, "kv/compaction", revision=self._record("ASCEND")[1], physical=True) is not None
+        self.servers.remove(third)
+        third.end(signal.SIGKILL)
+
+    def _record(self, order: str) -> tuple[int, str]:
+        """Return the number of the first or last record in etcd, -1 if there is none, and etcd's revision."""
+        key, end = [base64.b64encode(f"{LOG}{name}".encode()).decode() for name in ("log/", "log0")]
+        found: Any = self.etcd.ask(0, "kv/range", key=key, range_end=end, limit=1, keys_only=True, sort_order=order)
+        keys = [base64.b64decode(one["key"]) for one in found.get("kvs", ())]
+        return int(keys[0].rpartition(b"/")[2]) if keys else -1, found["header"]["revision"]
+
+    def _beginnings(self) -> int:
+        return (self.folder / "server.log").read_text().count("beginning anew with the snapshot")
+
+    def _has_begun_anew(self) -> bool:
+        return self._beginnings() > self.begun
 
     def clock(self) -> None:
         """The servers' wall clocks are set, forward or back."""
@@ -235,7 +317,7 @@ class Replicated:
 ENDS = ("server", "term", "stopped", "leader", "both", "member", "majority")
 """These need no rights, and no network, disk or clock of their own."""
 
-FAULTS = (*ENDS, "host", "cut", "clients", "disk", "clock")
+FAULTS = (*ENDS, "compaction", "host", "cut", "clients", "member-cut", "disk", "clock")
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 
@@ -263,7 +345,12 @@ def rounds(fault: str, count: int, seed: int, program: str) -> dict[str, Any]:
         own = fault in ("host", "cut", "clients")
         if own:
             leave_for_own()
-        etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1")
+        networks: list[Network] = []
+        if fault == "member-cut":
+            ours, other = stack.enter_context(two_networks())
+            enter(str(ours.path))
+            networks = [ours] * (MEMBERS - 1) + [other]
+        etcd = Cluster(folder / "etcd", program, host="0.0.0.0" if own else "127.0.0.1", networks=networks)
         etcd.folder.mkdir()
         if fault == "disk":
             stack.enter_context(small_disks(etcd.folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -19,7 +20,7 @@ from tcpstore_async.base.limits import Limits
 from tcpstore_async.log import records as records_module
 from tcpstore_async.log.encoding import JournalError
 from tcpstore_async.log.etcd import Holder, Standby
-from tcpstore_async.log.records import REPLAY, alone
+from tcpstore_async.log.records import FORMAT, REPLAY, Snapshot, alone
 from tcpstore_async.server import replica as replica_module
 from tcpstore_async.server import replication as replication_module
 from tcpstore_async.server.listen_socket import listen, prepare
@@ -355,6 +356,34 @@ async def test_another_version_begins_with_a_snapshot_only(monkeypatch: pytest.M
             assert await other.ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
         finally:
             await newer.close()
+
+
+@pytest.mark.parametrize("what", ["record", "snapshot"])
+async def test_an_older_version_does_not_serve_what_a_newer_one_wrote(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with processes(1) as (memory, (one,)):
+        assert await one.peer().ask(HANDSHAKE + add(b"n", 7), 8) == u64(7)
+        await one.leave()
+        number, data = max(memory.records.items())
+        if what == "record":
+            newer = struct.pack("<II", FORMAT, REPLAY + 1)
+            memory.records[number] = newer + data[len(newer) :]
+        else:
+            memory.snapshot = Snapshot(0, number, 0, 0.0, b"", REPLAY + 1)
+        older = Process(memory, "b")
+        serving = asyncio.ensure_future(older.become(SERVER))
+        try:
+            while "cannot follow the log until there is a snapshot" not in caplog.text:
+                assert not serving.done()
+                await asyncio.sleep(0.01)
+            with memory.changed:
+                memory.records[number] = data
+                memory.snapshot = None
+            await serving
+            assert await older.peer().ask(HANDSHAKE + add(b"n", 0), 8) == u64(7)
+        finally:
+            await older.close()
 
 
 async def test_stores_that_cannot_be_removed(caplog: pytest.LogCaptureFixture) -> None:
