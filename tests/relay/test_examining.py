@@ -28,9 +28,9 @@ from tcpstore_async.stacks.report import Doing, Group, HostReport, fitted
 from tcpstore_async.wire.link import REPORT_BYTES
 
 SAYS_WHAT_IT_IS_GIVEN = """# a stand-in
-import json, sys
+import json, sys, time
 given = json.load(sys.stdin)
-assert given["seconds"] > 0
+assert given["until"] < time.monotonic() + 10, "on this very clock"
 json.dump({"host": "here", "groups": [{"pids": given["pids"], "doing": {"state": "running"}, "cpu": []}]}, sys.stdout)
 """
 NEVER_ENDS = "# a stand-in\nimport signal\nsignal.pause()\n"

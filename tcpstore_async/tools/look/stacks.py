@@ -29,8 +29,8 @@ from ...stacks.examine import examine
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
 
-SECONDS: Final = 2.0
-"""How long both looks take together."""
+SECONDS: Final = 1.6
+"""How long both looks take together: with the start of the command, less than 2 s."""
 
 _LOOK_SECONDS: Final = 1.0
 """Longest time of one look."""
