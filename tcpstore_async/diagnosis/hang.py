@@ -214,7 +214,9 @@ def conclude(
             activity = described.get(same) or described.setdefault(same, describe(now.doing, now.cpu >= BUSY))
             found.append(_compare(_Found(rank, activity, *now), first.of(rank, host)))
         elif any(session.link in silent for session in rank.sessions):
-            found.append(_Found(rank, Activity(f"the relay on {host} does not answer (it, or its host, is frozen)")))
+            found.append(
+                _Found(rank, Activity(f"the relay on {host} does not answer (it, or its host, is frozen or too busy)"))
+            )
         else:
             unseen[host] += 1
     moved = len([one for one in found if one.moved])

@@ -132,7 +132,7 @@ def test_a_host_that_is_frozen() -> None:
     assert (hang.state, hang.groups[0].ranks) == (WAITS, [6, 7])
     assert conclude(known, (found, found), 60.0, {"10.0.0.1": HOST}).state == HANGS
     text = list(hang_lines(hang))
-    said = f"the relay on {HOST} does not answer (it, or its host, is frozen)"
+    said = f"the relay on {HOST} does not answer (it, or its host, is frozen or too busy)"
     assert text[1].startswith(f"ranks 6-7 ({HOST}, pid 1006; {HOST}, pid 1007): {said}")
     assert text[-1] == "no answer from relays: 10.0.0.9:4242"
     once = look({rank: waiting(IN_REDUCE) for rank in range(SIZE)})
