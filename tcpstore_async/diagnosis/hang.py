@@ -6,7 +6,7 @@ job goes on only if most of its ranks were seen to. What was not looked at is co
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -26,6 +26,9 @@ UNKNOWN: Final = "unknown"
 
 HANG_SECONDS: Final = 60.0
 """How long ranks wait before it is called a hang, unless it is certain that what they wait for will not come."""
+
+_MOST_MEMBERS: Final = 4
+"""Ranks of a group whose host and pid are kept."""
 
 _UNKNOWN_SHARE: Final = 2 * IDLE
 """Of a core, for a process of which only frames are known: it need not be idle."""
@@ -99,6 +102,14 @@ class Look:
             self.relays = line.relays or self.relays
 
 
+class Member(msgspec.Struct):
+    """One of these."""
+
+    rank: int | None
+    host: str
+    pid: int | None
+
+
 class Same(msgspec.Struct):
     """Ranks that do the same."""
 
@@ -106,9 +117,8 @@ class Same(msgspec.Struct):
     count: int
     ranks: list[int]
     """Their numbers, as far as known."""
-    host: str
-    """The host of the first one; its pid follows."""
-    pid: int | None
+    first: list[Member]
+    """Some of them, in their order."""
     since: float | None
     """Seconds since the first has entered the collective that they are in; None if unknown, or if they are in none."""
     quiet: float | None
@@ -148,6 +158,8 @@ class Hang(msgspec.Struct):
     """How many ranks are not connected, or not known by number."""
     without_stacks: int
     """How many were seen only from outside."""
+    uncounted: int
+    """How many were looked at without the numbers of their collectives."""
     looked_at: int
     """How many processes were looked at: not those of silent hosts, or that have left."""
     relays: Relays
@@ -179,8 +191,13 @@ def ranks_of(ranks: Ranks) -> list[Rank]:
     return [rank for rank in ranks.all if rank.sessions and rank.pid is not None]
 
 
-def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapping[str, str]) -> Hang:
-    """Compare two looks, so many seconds apart; `names` has the names of hosts, keyed by address."""
+def conclude(
+    ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapping[str, str], only: Container[int] = ()
+) -> Hang:
+    """Compare two looks, so many seconds apart; `names` has the names of hosts, keyed by address.
+
+    With `only`, each of these ranks is a group, and there are no others.
+    """
     first, second = looks
     silent = _hosts(first.relays) & _hosts(second.relays)
     found: list[_Found] = []
@@ -197,7 +214,9 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
             activity = described.get(same) or described.setdefault(same, describe(now.doing, now.cpu >= BUSY))
             found.append(_compare(_Found(rank, activity, *now), first.of(rank, host)))
         elif any(session.link in silent for session in rank.sessions):
-            found.append(_Found(rank, Activity(f"{host} does not answer: frozen, cut off, or slow")))
+            found.append(
+                _Found(rank, Activity(f"the relay on {host} does not answer (it, or its host, is frozen or too busy)"))
+            )
         else:
             unseen[host] += 1
     moved = len([one for one in found if one.moved])
@@ -219,10 +238,13 @@ def conclude(ranks: Ranks, looks: tuple[Look, Look], between: float, names: Mapp
         without_stacks=len(
             [one for one in found if one.doing is not None and one.doing.state in ALIVE and not one.doing.frames]
         ),
+        uncounted=len([one for one in found if one.doing is not None and not one.doing.collectives]),
         looked_at=len([one for one in found if one.doing is not None]),
         relays=second.relays,
     )
     hang.state = _state(hang, found, any(certain for certain, _ in mismatches))
+    if only:
+        hang.groups = [_same(one.activity.words, [one], names) for one in found if one.rank.number in only]
     return hang
 
 
@@ -287,8 +309,10 @@ def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:
         words,
         len(alike),
         [one.rank.number for one in alike if one.rank.number is not None],
-        names.get(first.rank.host, first.rank.host),
-        first.rank.pid,
+        [
+            Member(one.rank.number, names.get(one.rank.host, one.rank.host), one.rank.pid)
+            for one in alike[:_MOST_MEMBERS]
+        ],
         max(since, default=None),
         min([sign for one in alike for sign in one.signs()], default=None),
         max(one.cpu for one in alike),

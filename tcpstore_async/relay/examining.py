@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -26,15 +27,15 @@ from tcpstore_async.stacks.examine import main
 main()
 """
 
-_SHARE: Final = 0.75
-"""Of the time until the answer, the rest is for the start of the process and the network."""
+_SHARE: Final = 0.85
+"""Of the time until the answer, the rest is for the network."""
 
 
 class Examiner:
     """Runs the examinations of one relay."""
 
     def __init__(self, program: str = _PROGRAM) -> None:
-        """`program` reads pids, and how many seconds it may take, and writes a `HostReport`, all as JSON."""
+        """`program` reads pids and a time of the monotonic clock, until which it writes a `HostReport`, all as JSON."""
         self.program = program
         self._number = -1
         """Of the question that is being answered; -1 if none is."""
@@ -46,7 +47,7 @@ class Examiner:
         """Call `on_report` with the number and a report of these processes, if there is one within `seconds`."""
         self.close()
         self._number = number
-        given = msgspec.json.encode({"pids": sorted(pids), "seconds": seconds * _SHARE})
+        given = msgspec.json.encode({"pids": sorted(pids), "until": time.monotonic() + seconds * _SHARE})
         looking = asyncio.get_running_loop().run_in_executor(None, self._look, number, seconds, given)
         looking.add_done_callback(partial(self._done, number, on_report))
 

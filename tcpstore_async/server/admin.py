@@ -16,6 +16,7 @@ server; `"replace": "…"` has it pass its listening socket to the server that w
 import asyncio
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -249,7 +250,7 @@ class Admin:
             elif not 0 < request.seconds <= _MOST_SECONDS:
                 request = f"invalid request: seconds must be at most {_MOST_SECONDS:g}"
             else:
-                await self._examine(request.seconds, writer)
+                await self._examine(request.seconds, reader, writer)
                 await _finish(reader, writer)
                 return
         await _send(writer, self._facts(request))
@@ -289,9 +290,10 @@ class Admin:
             with suppress(asyncio.CancelledError, OSError):
                 await ended
 
-    async def _examine(self, seconds: float, writer: asyncio.StreamWriter) -> None:
-        """Send what relays answer, as it comes."""
+    async def _examine(self, seconds: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send what relays answer, as it comes, until the peer leaves."""
         question = self._question = Question(self.server, seconds)
+        leaving = asyncio.ensure_future(_end_if_it_leaves(question, reader, writer))
         try:
             await _write(writer, _encode({"server": self._about()}))
             while await question.wait():
@@ -299,6 +301,9 @@ class Admin:
             await _write(writer, _encode({"relays": question.relays()}) + _encode({"end": True}))
         finally:
             question.end()
+            leaving.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await leaving
 
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
         """Log a request: each drop and each examination, and anything else once per process."""
@@ -476,6 +481,19 @@ async def _send(writer: asyncio.StreamWriter, facts: Iterable[dict[str, Any]]) -
             due = due - (now - began) if now - began > _IDLE_SECONDS else 0.0
             began = now
     await _write(writer, b"".join(lines))
+
+
+async def _end_if_it_leaves(question: Question, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """End a question when who asks it closes the connection; if only for sending, it waits for the answer."""
+    with suppress(OSError):  # it has not read all
+        if await reader.read(1):
+            return
+    poll = select.poll()
+    if not writer.transport.is_closing():
+        poll.register(writer.get_extra_info("socket").fileno(), 0)
+        if not poll.poll(0):
+            return
+    question.end()
 
 
 async def _finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -30,7 +30,8 @@ _MOST_BYTES: Final = 1 << 16
 
 class _Question(msgspec.Struct):
     pids: list[int]
-    seconds: float = 1.5
+    until: float
+    """On the monotonic clock, which all processes share: the start of this one is part of the time."""
 
 
 def examine(pids: Sequence[int], seconds: float = 1.5) -> HostReport:
@@ -42,7 +43,7 @@ def examine(pids: Sequence[int], seconds: float = 1.5) -> HostReport:
     awake = [pid for pid in ours if before[pid].state not in STOPPED]
     # A third is for py-spy and signals.
     answers = ask(awake, min(_GIL_SECONDS, seconds * 2 / 3))
-    time.sleep(max(start + min(_CPU_SECONDS, seconds / 3) - time.monotonic(), 0))
+    time.sleep(max(start + min(_CPU_SECONDS, seconds / 2) - time.monotonic(), 0))
     passed = time.monotonic() - start
     after = {pid: look(pid) for pid in before}
     cpu = {pid: (after[pid].cpu - seen.cpu) / passed for pid, seen in before.items()}
@@ -138,6 +139,9 @@ def _longest(alike: list[Doing]) -> Doing:
 
 
 def main() -> None:
-    """Read a question from standard input, and write the report to standard output."""
+    """Read a question from standard input, and write the report to standard output.
+
+    However late the process has started, it tells what the kernel knows.
+    """
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=_Question)
-    sys.stdout.buffer.write(fitted(examine(question.pids, question.seconds), _MOST_BYTES))
+    sys.stdout.buffer.write(fitted(examine(question.pids, max(0.0, question.until - time.monotonic())), _MOST_BYTES))

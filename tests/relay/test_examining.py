@@ -28,9 +28,9 @@ from tcpstore_async.stacks.report import Doing, Group, HostReport, fitted
 from tcpstore_async.wire.link import REPORT_BYTES
 
 SAYS_WHAT_IT_IS_GIVEN = """# a stand-in
-import json, sys
+import json, sys, time
 given = json.load(sys.stdin)
-assert given["seconds"] > 0
+assert given["until"] < time.monotonic() + 10, "on this very clock"
 json.dump({"host": "here", "groups": [{"pids": given["pids"], "doing": {"state": "running"}, "cpu": []}]}, sys.stdout)
 """
 NEVER_ENDS = "# a stand-in\nimport signal\nsignal.pause()\n"
@@ -205,6 +205,49 @@ async def test_one_question_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureF
     who = f"uid {os.getuid()}, pid {os.getpid()}"
     asked = [record.message for record in caplog.records if record.name == "tcpstore_async.audit"]
     assert asked == [f"admin socket for port {server.port}: {who}: 'asked what ranks do'"] * 4
+
+
+async def answered_at_last(path: Path) -> list[dict[str, Any]]:
+    while "error" in (found := await lines(path))[0]:
+        pass
+    return found
+
+
+async def test_who_leaves_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one was refused for as long as the first would have waited."""
+    monkeypatch.setattr("tcpstore_async.server.admin._MOST_SECONDS", 10 * LIMIT)
+    path = tmp_path / "admin"
+    request = b'{"ask": ["stacks"], "seconds": %d}\n' % (10 * LIMIT)
+    async with serve(admin=str(path)) as server, holders(server, lambda *_: None) as (holder,):
+        for reads in (False, True):
+            holder.asked.clear()
+            holder.say = lambda *_: None
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(request)
+            await holder.asked.wait()
+            if reads:
+                await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+            holder.say = says(report("next"))
+            found = await asyncio.wait_for(answered_at_last(path), LIMIT)
+            assert found[1]["stacks"]["host"] == "next"
+
+
+async def test_who_only_stops_sending_gets_the_answer(tmp_path: Path) -> None:
+    path = tmp_path / "admin"
+    async with serve(admin=str(path)) as server, holders(server, lambda *_: None) as (holder,):
+        numbers: list[int] = []
+        holder.say = lambda link, number: numbers.append(number)
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(b'{"ask": ["stacks"], "seconds": 10}\n')
+        writer.write_eof()
+        await holder.asked.wait()
+        holder.link.answer(numbers[0], report("late"))
+        holder.send()
+        assert b'"late"' in await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_server_that_stops_while_relays_are_asked(tmp_path: Path) -> None:

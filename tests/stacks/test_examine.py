@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -231,14 +232,21 @@ def test_processes_of_another_user(program: Path, monkeypatch: pytest.MonkeyPatc
 def test_in_a_process_of_its_own(program: Path) -> None:
     """As a relay runs it."""
     text = "# looks\nfrom tcpstore_async.stacks.examine import main\nmain()\n"
+    groups = []
     with doing("reading", program, TCPSTORE_STACKS="1") as process:
-        given = json.dumps({"pids": [process.pid], "seconds": 2 * LIMIT}).encode()
-        done = subprocess.run(
-            python_process.command(text), input=given, env=python_process.environment(), capture_output=True, check=True
-        )
-    (group,) = msgspec.json.decode(done.stdout, type=HostReport).groups
-    assert group.pids == [process.pid]
-    assert any(frame.startswith("reading (deeds.py:") for frame in group.doing.frames)
+        for seconds in (2 * LIMIT, -1):  # the second one has started too late
+            given = json.dumps({"pids": [process.pid], "until": time.monotonic() + seconds}).encode()
+            done = subprocess.run(
+                python_process.command(text),
+                input=given,
+                env=python_process.environment(),
+                capture_output=True,
+                check=True,
+            )
+            groups += msgspec.json.decode(done.stdout, type=HostReport).groups
+    assert [group.pids for group in groups] == [[process.pid]] * 2
+    assert any(frame.startswith("reading (deeds.py:") for frame in groups[0].doing.frames)
+    assert groups[1].doing.state == "sleeping"
 
 
 def test_a_report_that_is_too_large() -> None:

@@ -13,6 +13,7 @@ from ...base.errors import DistError, DistNetworkError, ProtocolError
 from ...cli.context import NOT_ALLOWED, ClientContext, exit_status, parse_store
 from ...client.admin import Where, is_local
 from ...server import admin_path
+from ...server.port_holder import PROC, find_holder
 
 Answer = TypeVar("Answer")
 
@@ -41,15 +42,36 @@ def find_admin(host: str, port: int) -> Path:
     found = admin_path.find(port)
     if not found:
         folders = " or ".join(map(str, admin_path.folders()))
-        raise DistNetworkError(
-            f"there is no admin socket for port {port} in {folders}: check that the server on that port is a "
-            "tcpstore_async server, is running as this user, and was not started with --admin"
-        )
+        raise DistNetworkError(f"there is no admin socket for port {port} in {folders}: {_what_listens(port)}")
     if len(found) > 1:
         raise DistNetworkError(
             f"several servers use port {port}: choose one with --admin ({', '.join(map(str, found))})"
         )
     return found[0]
+
+
+def _what_listens(port: int) -> str:
+    """Return what there is instead of a server that can be asked, and what to do."""
+    holder = find_holder("::", port)
+    if holder is None or holder.peer:
+        return "nothing listens on that port: check it"
+    try:
+        words = (PROC / str(holder.pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    if b"relay" in words:
+        return f"{holder} is a relay: ask its server"
+    return (
+        f"{holder} listens there: check that it is a tcpstore_async server (PyTorch's cannot be asked), in a process "
+        "of its own, is running as this user, and was not started with --admin"
+    )
+
+
+def joined_of(joined: int, size: int, where: str = "") -> str:
+    """Return how many have joined, of the number that the server expects."""
+    if joined <= size:
+        return f"{joined} of {size} ranks have joined{where}"
+    return f"{joined} have joined{where}, {size} expected: some again, or this is the server of torchrun's agents"
 
 
 def query(context: ClientContext, admin: Path | None, request: Callable[[Where, float | None], Answer]) -> Answer:

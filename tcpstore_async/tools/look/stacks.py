@@ -7,7 +7,7 @@ not know what follows from what was seen.
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -22,15 +22,15 @@ from ...cli.output import escape, print_json, print_result
 from ...client.admin import Where, ask, find_local
 from ...diagnosis import debug_server
 from ...diagnosis.facts import read_facts, uncollected
-from ...diagnosis.hang import GOES_ON, HANGS, STARTS, WAITS, Hang, Look, Relays, Same, conclude, ranks_of
+from ...diagnosis.hang import GOES_ON, HANGS, STARTS, UNKNOWN, WAITS, Hang, Look, Relays, Same, conclude, ranks_of
 from ...diagnosis.ras import REQUEST, Ras, read_ras
 from ...diagnosis.stock_ranks import Ranks, number_ranges
 from ...stacks.examine import examine
 from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
 from .local import local_ranks
 
-SECONDS: Final = 2.0
-"""How long both looks take together."""
+SECONDS: Final = 1.6
+"""How long both looks take together: with the start of the command, less than 2 s."""
 
 _LOOK_SECONDS: Final = 1.0
 """Longest time of one look."""
@@ -79,14 +79,12 @@ def stacks(
     def look(where: Where, timeout: float | None) -> Hang:
         facts = read_facts(ask(where, ["sessions", "counters", "keys"], timeout, store=context.store))
         facts.keep_store(context.store)
-        return look_twice(where, local_ranks(facts, world_size), seconds)
+        return look_twice(where, local_ranks(facts, world_size), seconds, numbers)
 
     hang = query(context, admin, look)
-    if numbers:
-        hang.groups = [one for one in hang.groups if not set(numbers).isdisjoint(one.ranks)]
-        known = {number for one in hang.groups for number in one.ranks}
-        if unknown := sorted(set(numbers) - known):
-            context.fail(f"rank{'s' if len(unknown) > 1 else ''} {number_ranges(unknown)}: not connected", FAILED)
+    if unknown := sorted(set(numbers).difference(*[one.ranks for one in hang.groups])):
+        who = f"rank{'s' if len(unknown) > 1 else ''} {number_ranges(unknown)}"
+        context.fail(f"{who}: not connected, or not to be seen from here", FAILED)
     if context.output == "json":
         print_json(msgspec.to_builtins(hang))
     else:
@@ -95,8 +93,8 @@ def stacks(
         raise SystemExit(FAILED)
 
 
-def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS) -> Hang:
-    """Look at the ranks twice. Raises DistError, PermissionError."""
+def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS, only: Container[int] = ()) -> Hang:
+    """Look at the ranks twice; for `only` see `conclude`. Raises DistError, PermissionError."""
     here = socket.gethostname()
     direct = [
         one
@@ -112,7 +110,7 @@ def look_twice(admin: Where, ranks: Ranks, seconds: float = SECONDS) -> Hang:
     time.sleep(max(0.0, began + seconds - each - time.monotonic()))
     between = time.monotonic() - began
     second = _look(admin, pids, each)
-    return conclude(ranks, (first, second), between, dict.fromkeys(local, here))
+    return conclude(ranks, (first, second), between, dict.fromkeys(local, here), only)
 
 
 def _look(admin: Where, pids: list[int], seconds: float) -> Look:
@@ -162,6 +160,7 @@ def _reply(host: str, port: str, request: bytes, seconds: float) -> bytes:
 def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
     """Yield the conclusion as text, with so many frames of each group but the largest."""
     between = in_seconds_or_more(hang.between)
+    busy = hang.state == UNKNOWN and hang.looked_at and not hang.without_stacks
     if hang.state == GOES_ON:
         yield f"the job goes on: {hang.moved} of {hang.seen} ranks did something else {between} before"
     elif hang.state == STARTS:
@@ -174,11 +173,15 @@ def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
         yield f"the job hangs, since at least {in_seconds_or_more(hang.lasts)}"
     elif hang.state == WAITS:
         yield f"ranks wait, as they did {between} before; a slow step or start looks the same: look again if it lasts"
+    elif not hang.ranks:
+        yield "no rank is connected"
+    elif busy:
+        yield f"cannot tell whether the job hangs: most ranks neither wait nor were seen to go on in {between}"
     else:
-        yield "cannot tell whether the job hangs" if hang.ranks else "no rank is connected"
+        yield "cannot tell whether the job hangs"
     for one in hang.groups[:_MOST_LINES]:
         yield _line(one, hang)
-        if frames and (one is not hang.groups[-1] or len(hang.groups) == 1):
+        if frames and (one.count == 1 or one is not hang.groups[-1] or len(hang.groups) == 1):
             yield from (f"    {frame}" for frame in one.frames[:frames])
     if len(hang.groups) > _MOST_LINES:
         yield f"and {len(hang.groups) - _MOST_LINES} more"
@@ -201,16 +204,23 @@ def hang_lines(hang: Hang, frames: int = 0) -> Iterator[str]:
             f"without stacks: {hang.without_stacks} of {hang.seen} ranks{why}; to tell these apart, pip install "
             "'tcpstore-async[stacks]' on their hosts, or start them with TCPSTORE_STACKS=1"
         )
+    elif busy and hang.uncounted:
+        yield (
+            f"without numbers of collectives: {hang.uncounted} of {hang.seen} ranks; to know whether these go on, "
+            "start them with TCPSTORE_STACKS=1 and TORCH_FR_BUFFER_SIZE=2000"
+        )
 
 
 def _line(one: Same, hang: Hang) -> str:
+    places = [member.host if member.pid is None else f"{member.host}, pid {member.pid}" for member in one.first]
+    where = "; ".join(places) + (f" and {one.count - len(places)} more" if one.count > len(places) else "")
     if one.count == 1:
-        where = one.host if one.pid is None else f"{one.host}, pid {one.pid}"
         who = f"rank {one.ranks[0]} ({where})" if one.ranks else where
-    elif 2 * one.count > hang.ranks or len(one.ranks) < one.count:
-        who = f"{one.count:,} of {hang.ranks:,} {'ranks' if one.ranks else 'processes'}"
+    elif len(one.ranks) == one.count and 2 * one.count <= hang.ranks:
+        who = f"ranks {number_ranges(one.ranks)} ({where})"
     else:
-        who = f"ranks {number_ranges(one.ranks)}"
+        who = f"{one.count:,} of {hang.ranks:,} {'ranks' if one.ranks else 'processes'}"
+        who += f" ({where})" if 2 * one.count <= hang.ranks else ""
     used = f", CPU {one.cpu:.0%}" if one.does.startswith("running") else ""
     if one.since is not None:
         return f"{who}: {one.does}{used} for {in_seconds_or_more(one.since)}"

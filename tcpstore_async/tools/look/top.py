@@ -27,7 +27,7 @@ from ...cli.options import Seconds
 from ...cli.output import escape, print_json
 from ...client.admin import Where
 from ...diagnosis.rates import Interval, Look, between
-from .asking import admin_option, in_bytes, in_seconds, query, store_option, world_size_option
+from .asking import admin_option, in_bytes, in_seconds, joined_of, query, store_option, world_size_option
 from .look import look_at, store_figures
 
 if TYPE_CHECKING:
@@ -258,9 +258,7 @@ def _joined(look: Look, world_size: int | None, where: str) -> "RenderableType":
             style="dim" if not joined else "",
         )
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(total=size, completed=min(joined, size), width=40), f"{joined} of {size} ranks have joined{where}"
-    )
+    bar.add_row(ProgressBar(total=size, completed=min(joined, size), width=40), joined_of(joined, size, where))
     return bar
 
 

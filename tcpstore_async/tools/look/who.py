@@ -23,7 +23,7 @@ from ...diagnosis.hang import HANGS, UNKNOWN, WAITS, Hang
 from ...diagnosis.missing import Elsewhere, Missing, Pending, awaited, describe_activity, find_missing
 from ...diagnosis.nearest import Waiting, find_waiting
 from ...diagnosis.stock_ranks import Ranks, number_ranges
-from .asking import admin_option, in_seconds_or_more, query, store_option, world_size_option
+from .asking import admin_option, in_seconds_or_more, joined_of, query, store_option, world_size_option
 from .local import local_ranks
 from .stacks import hang_lines, look_twice
 
@@ -252,8 +252,10 @@ def _connection(session: Session, facts: Facts) -> dict[str, Any]:
 
 
 def _missing_lines(answer: Missing, hang: Hang | None) -> Iterable[str]:
-    size = "an unknown number of" if answer.world_size is None else str(answer.world_size)
-    yield f"{answer.joined} of {size} ranks have joined"
+    if answer.world_size is None:
+        yield f"{answer.joined} of an unknown number of ranks have joined"
+    else:
+        yield joined_of(answer.joined, answer.world_size)
     for claim in answer.claimed[:_ENOUGH]:
         yield f"rank {claim.rank} is claimed by {len(claim.by)} processes: {'; '.join(claim.by[:_MOST_CLAIMING])}"
     if len(answer.claimed) > _ENOUGH:

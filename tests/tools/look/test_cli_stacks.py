@@ -82,8 +82,16 @@ def test_who_is_not_where_the_others_are(server: Server, examined: Callable[...,
     assert lines[4].startswith("3 of 4 ranks: all_reduce (train.py:98), quiet for ")
     found = json.loads(run(server, "stacks", "-o", "json", "--seconds", "0.2", "--rank", "1", "--rank", "3").stdout)
     assert (found["state"], found["seen"], found["ranks"]) == ("waits", SIZE, SIZE)
-    assert [one["ranks"] for one in found["groups"]] == [[0, 1, 3]]
+    assert [(one["ranks"], one["first"]) for one in found["groups"]] == [
+        ([rank], [{"rank": rank, "host": here, "pid": PIDS[rank]}]) for rank in (1, 3)
+    ]
     assert found["groups"][0]["frames"] == list(REDUCING.frames)
+    lines = run(server, "stacks", "--seconds", "0.2", "--rank", "3").stdout.splitlines()
+    assert lines[0].startswith("ranks wait, as they did 0.")
+    assert lines[1].startswith(f"rank 3 ({here}, pid {PIDS[3]}): all_reduce (train.py:98), quiet for ")
+    assert lines[2:] == [f"    {frame}" for frame in REDUCING.frames]
+    done = run_command(server, "stacks", "--seconds", "0.2", "--rank", "7")
+    assert (done.exit_code, done.stderr) == (1, "Error: rank 7: not connected, or not to be seen from here\n")
 
 
 def test_a_rank_that_cannot_be_looked_at(server: Server, examined: Callable[..., list[list[int]]]) -> None:
@@ -108,10 +116,12 @@ def test_nobody_is_missing_for_the_store(server: Server, examined: Callable[...,
     done = run(server, "who", "--missing")
     lines = done.stdout.splitlines()
     assert done.exit_code == 1  # a slow step looks the same
-    assert lines[1:3] == [
-        "no rank is missing from any pending barrier or key exchange; collectives do not pass through the store",
-        "ranks wait, as they did 1.0 s before; a slow step or start looks the same: look again if it lasts",
-    ]
+    assert (
+        lines[1]
+        == "no rank is missing from any pending barrier or key exchange; collectives do not pass through the store"
+    )
+    assert lines[2].startswith("ranks wait, as they did 0.")
+    assert lines[2].endswith(" s before; a slow step or start looks the same: look again if it lasts")
     assert lines[3].startswith(f"rank 2 ({socket.gethostname()}, pid {PIDS[2]}): sleeping in read (dataset.py:41)")
     examined({2: READING})
     done = run(server, "who", "--missing", "-o", "json")
@@ -146,7 +156,7 @@ def test_ranks_of_pytorchs_client(module_sockets: Path) -> None:
         with tcpstore_server() as server, RawPeer(server.port) as peer:
             peer.ping(process.pid)
             found = json.loads(run_command(server, "stacks", "-o", "json", "--seconds", "0.2").stdout)
-            assert [(one["ranks"], one["pid"]) for one in found["groups"]] == [([3], process.pid)]
+            assert [(one["ranks"], one["first"][0]["pid"]) for one in found["groups"]] == [([3], process.pid)]
             assert found["groups"][0]["does"].startswith("sleeping")
     finally:
         process.kill()

@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from click.testing import Result
 
 from commands import run_command
 from conformance.frames import introduce
-from support import RawPeer, Server, blob, keys, tcpstore, tcpstore_server
+from support import RawPeer, Server, blob, free_port, keys, tcpstore, tcpstore_server
 from tcpstore_async.diagnosis.missing import Pending
 from tcpstore_async.diagnosis.stock_ranks import number_ranges
+from tcpstore_async.relay.process import RelayProcess
 from tcpstore_async.server import admin_path
 from tcpstore_async.tools.look.asking import in_seconds_or_more
 from tcpstore_async.tools.look.who import _pending_lines
@@ -56,6 +58,17 @@ def test_who(server: Server) -> None:
     assert [one["rank"] for one in found] == [0, None, None]
     assert {tuple(one["waits_for"]) for one in found} == {(), ("step_8",), ("here",)}
     assert {one["command"] for one in found} == {"PING"}
+
+
+def test_more_have_joined_than_are_expected(module_sockets: Path) -> None:
+    """It said "2 of 1 ranks have joined"."""
+    with tcpstore_server() as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
+        one.join(1)
+        two.join(1)
+        text = run_command(server, "who", "--missing", "--world-size", "1").stdout
+        assert text.splitlines()[0] == (
+            "2 have joined, 1 expected: some again, or this is the server of torchrun's agents"
+        )
 
 
 def test_who_is_missing(server: Server) -> None:
@@ -136,6 +149,20 @@ def test_there_is_none() -> None:
         fails(run_command(server, "who"), f"there is no admin socket for port {server.port} in ")
     done = run_command(server, "who", "-o", "json")
     assert json.loads(done.stderr)["status"] == 4
+
+
+def test_what_listens_instead() -> None:
+    """The error was the same for a wrong port, a relay's and that of PyTorch's server."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    fails(run_command(None, "who", "--url", url), ": nothing listens on that port: check it")
+    with tcpstore_server("--admin", "") as server:
+        fails(run_command(server, "who"), f": pid {server.process.pid} (")
+        fails(
+            run_command(server, "who"), "listens there: check that it is a tcpstore_async server (PyTorch's cannot be"
+        )
+        with closing(RelayProcess(f"tcp://127.0.0.1:{server.port}")) as relay:
+            url = f"tcp://127.0.0.1:{relay.port}"
+            fails(run_command(None, "who", "--url", url), ") is a relay: ask its server")
 
 
 def test_another_machine() -> None:

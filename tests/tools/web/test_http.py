@@ -207,7 +207,7 @@ def test_what_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(looking, "look_twice", functools.partial(look_twice, seconds=0.01))
     with AdminStub(tmp_path / "s", reply) as admin, answering(admin.path) as port:
         lines = json.loads(get(port, "/api/stacks")[1])["lines"]
-        assert any(line.startswith("ranks 0-1: stopped (SIGSTOP)") for line in lines)
+        assert any(line.startswith("ranks 0-1 (node-00000, pid 1000; node-00000, pid 1001): stopped") for line in lines)
         assert json.loads(get(port, "/api/stacks")[1])["lines"] == lines
         assert admin.asked.count(["stacks"]) == 2
         meanwhile: list[tuple[int, str]] = []

@@ -105,7 +105,7 @@ def test_the_odd_one_is_first(odd: Doing, others: tuple[str, ...], says: str, ou
     state = HANGS if odd is STOPPED else WAITS
     assert (hang.state, hang.seen, hang.without_stacks) == (state, SIZE, 0)
     assert next(one.does for one in hang.groups) == says
-    assert [(one.count, one.ranks[0], one.pid) for one in hang.groups] == [(1, ODD, 1000 + ODD), (7, 0, 1000)]
+    assert [(one.count, one.ranks[0], one.first[0].pid) for one in hang.groups] == [(1, ODD, 1000 + ODD), (7, 0, 1000)]
     text = list(hang_lines(hang))
     assert text[1].startswith(f"rank {ODD} ({HOST}, pid {1000 + ODD}): {says}")
     name = others[0].partition(" ")[0]
@@ -132,10 +132,24 @@ def test_a_host_that_is_frozen() -> None:
     assert (hang.state, hang.groups[0].ranks) == (WAITS, [6, 7])
     assert conclude(known, (found, found), 60.0, {"10.0.0.1": HOST}).state == HANGS
     text = list(hang_lines(hang))
-    assert text[1].startswith(f"ranks 6-7: {HOST} does not answer: frozen, cut off, or slow")
+    said = f"the relay on {HOST} does not answer (it, or its host, is frozen or too busy)"
+    assert text[1].startswith(f"ranks 6-7 ({HOST}, pid 1006; {HOST}, pid 1007): {said}")
     assert text[-1] == "no answer from relays: 10.0.0.9:4242"
     once = look({rank: waiting(IN_REDUCE) for rank in range(SIZE)})
     assert conclude(known, (found, once), 1.0, {"10.0.0.1": HOST}).state == WAITS
+
+
+def test_several_odd_ranks() -> None:
+    """Each has its host and pid, the first four are named."""
+    text = list(hang_lines(same_twice({rank: READING if rank < 2 else waiting(IN_REDUCE) for rank in range(SIZE)})))
+    assert text[1].startswith(f"ranks 0-1 ({HOST}, pid 1000; {HOST}, pid 1001): sleeping in read")
+    assert text[2].startswith("6 of 8 ranks: all_reduce")
+    size = 16
+    doing = {rank: READING if rank < 6 else waiting(IN_REDUCE) for rank in range(size)}
+    known = world(size).ranks(size, environments(range(size), size))
+    text = list(hang_lines(conclude(known, (look(doing), look(doing)), 1.0, {"10.0.0.1": HOST})))
+    places = "; ".join(f"{HOST}, pid {1000 + rank}" for rank in range(4))
+    assert text[1].startswith(f"ranks 0-5 ({places} and 2 more): sleeping in read")
 
 
 def test_another_collective() -> None:
@@ -203,6 +217,15 @@ def test_a_job_that_computes_or_that_communicates_all_the_time() -> None:
     for doing in (LOOPING, waiting(IN_REDUCE)):
         hang = same_twice(dict.fromkeys(range(SIZE), doing), dict.fromkeys(range(SIZE), 0.9))
         assert hang.state == UNKNOWN
+        text = list(hang_lines(hang))
+        assert text[0] == "cannot tell whether the job hangs: most ranks neither wait nor were seen to go on in 1.0 s"
+        assert text[-1] == (
+            "without numbers of collectives: 8 of 8 ranks; to know whether these go on, start them with "
+            "TCPSTORE_STACKS=1 and TORCH_FR_BUFFER_SIZE=2000"
+        )
+    computing = msgspec.structs.replace(LOOPING, collectives=(entered(7),))
+    text = list(hang_lines(same_twice(dict.fromkeys(range(SIZE), computing), dict.fromkeys(range(SIZE), 0.9))))
+    assert (text[0].startswith("cannot tell whether the job hangs: most"), len(text)) == (True, 2)
 
 
 def test_a_slow_start() -> None:
