@@ -297,8 +297,20 @@ def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
     by_words: dict[str, list[_Found]] = defaultdict(list)
     for one in found:
         by_words[one.activity.words].append(one)
-    groups = sorted(by_words.items(), key=lambda item: (len(item[1]), item[1][0].still))
-    return [_same(words, alike, names) for words, alike in groups]
+    most = max(by_words.values(), key=len, default=[])
+
+    def place(group: tuple[str, list[_Found]]) -> tuple[bool, int, bool]:
+        # Whose stack was not read in time is not odd, if the kernel tells it from most others in nothing.
+        alike = group[1]
+        return _seems_like(alike[0].doing, most[0].doing), len(alike), alike[0].still
+
+    return [_same(words, alike, names) for words, alike in sorted(by_words.items(), key=place)]
+
+
+def _seems_like(one: Doing | None, other: Doing | None) -> bool:
+    if one is None or other is None or one.frames:
+        return one is other
+    return (one.state, one.wchan, one.call) == (other.state, other.wchan, other.call)
 
 
 def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:

@@ -152,6 +152,13 @@ def test_several_odd_ranks() -> None:
     assert text[1].startswith(f"ranks 0-5 ({places} and 2 more): sleeping in read")
 
 
+def test_ranks_whose_stacks_were_not_read_in_time() -> None:
+    doing = dict.fromkeys(range(SIZE), waiting())
+    doing[0] = doing[1] = kernel(waiting())
+    doing |= dict.fromkeys((5, 6, 7), Doing("sleeping", "pipe_read", "read", "py-spy", ("read (dataset.py:41)",)))
+    assert [one.ranks for one in same_twice(doing).groups] == [[5, 6, 7], [0, 1], [2, 3, 4]]
+
+
 def test_another_collective() -> None:
     """With the flight recorder; both wait in the same file."""
     doing = all_but_one(
