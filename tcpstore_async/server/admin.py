@@ -91,7 +91,7 @@ _MOST_LOGGED: Final = 200
 _HIGH_WATER: Final = 256 * 1024
 """Unsent bytes from which on a reply waits for its client to read."""
 
-_AT_ONCE: Final = 64 * 1024
+_AT_ONCE: Final = 16 * 1024
 """Bytes of a reply sent together: each write wakes this process and the client."""
 
 _SHARE: Final = 10
