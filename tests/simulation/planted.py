@@ -35,7 +35,6 @@ from tcpstore_async.log.events import EventRecorder
 from tcpstore_async.log.records import read_alone
 from tcpstore_async.log.replay import Replayer
 from tcpstore_async.server.persistence import Persistence
-from tcpstore_async.server.replica import Replica
 from tcpstore_async.server.replication import Replication
 from tcpstore_async.server.uv import Connection, UvServer
 from tcpstore_async.session.budget import Budget, Holder
@@ -625,7 +624,6 @@ REPLICATED: dict[str, Plant] = {
     "a server without the epoch appends": (Log, "attempt", _instead(_accepts_all)),
     "another attempt to append has another number": (Log, "attempt", _counts_attempts),
     "who follows skips a record": (Replication, "follow", _skips),
-    "a server serves before it has read the rest": (Replica, "_read_rest", _instead(lambda *_: None)),
 }
 
 
