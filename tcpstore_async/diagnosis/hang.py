@@ -103,7 +103,7 @@ class Look:
 
 
 class Member(msgspec.Struct):
-    """One of these."""
+    """A rank of a group, and where it runs."""
 
     rank: int | None
     host: str
@@ -118,7 +118,7 @@ class Same(msgspec.Struct):
     ranks: list[int]
     """Their numbers, as far as known."""
     first: list[Member]
-    """Some of them, in their order."""
+    """The first few of them."""
     since: float | None
     """Seconds since the first has entered the collective that they are in; None if unknown, or if they are in none."""
     quiet: float | None
@@ -300,17 +300,18 @@ def _grouped(found: list[_Found], names: Mapping[str, str]) -> list[Same]:
     most = max(by_words.values(), key=len, default=[])
 
     def place(group: tuple[str, list[_Found]]) -> tuple[bool, int, bool]:
-        # Whose stack was not read in time is not odd, if the kernel tells it from most others in nothing.
         alike = group[1]
-        return _seems_like(alike[0].doing, most[0].doing), len(alike), alike[0].still
+        return alike is most or _seems_like(alike[0], most[0]), len(alike), alike[0].still
 
     return [_same(words, alike, names) for words, alike in sorted(by_words.items(), key=place)]
 
 
-def _seems_like(one: Doing | None, other: Doing | None) -> bool:
-    if one is None or other is None or one.frames:
-        return one is other
-    return (one.state, one.wchan, one.call) == (other.state, other.wchan, other.call)
+def _seems_like(one: _Found, other: _Found) -> bool:
+    """Return whether only a stack that was not read in time tells one rank from another: that does not make it odd."""
+    first, second = one.doing, other.doing
+    if first is None or second is None or first.frames or not second.frames or one.still != other.still:
+        return False
+    return (first.state, first.wchan, first.call) == (second.state, second.wchan, second.call)
 
 
 def _same(words: str, alike: list[_Found], names: Mapping[str, str]) -> Same:

@@ -157,6 +157,8 @@ def test_ranks_whose_stacks_were_not_read_in_time() -> None:
     doing[0] = doing[1] = kernel(waiting())
     doing |= dict.fromkeys((5, 6, 7), Doing("sleeping", "pipe_read", "read", "py-spy", ("read (dataset.py:41)",)))
     assert [one.ranks for one in same_twice(doing).groups] == [[5, 6, 7], [0, 1], [2, 3, 4]]
+    doing[0] = waiting()
+    assert [one.ranks for one in same_twice(doing, {1: 1.0}).groups] == [[1], [5, 6, 7], [0, 2, 3, 4]]
 
 
 def test_another_collective() -> None:
