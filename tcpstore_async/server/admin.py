@@ -286,9 +286,7 @@ class Admin:
             with self.server.turn:
                 store.hub.unwatch(monitor.note)
             self._monitors.discard(monitor)
-            ended.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await ended
+            await _cancel(ended)
 
     async def _examine(self, seconds: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send what relays answer, as it comes, until the peer leaves."""
@@ -301,9 +299,7 @@ class Admin:
             await _write(writer, _encode({"relays": question.relays()}) + _encode({"end": True}))
         finally:
             question.end()
-            leaving.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await leaving
+            await _cancel(leaving)
 
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
         """Log a request: each drop and each examination, and anything else once per process."""
@@ -483,8 +479,14 @@ async def _send(writer: asyncio.StreamWriter, facts: Iterable[dict[str, Any]]) -
     await _write(writer, b"".join(lines))
 
 
+async def _cancel(future: "asyncio.Future[Any]") -> None:
+    future.cancel()
+    with suppress(asyncio.CancelledError, OSError):
+        await future
+
+
 async def _end_if_it_leaves(question: Question, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """End a question when who asks it closes the connection; if only for sending, it waits for the answer."""
+    """End a question when who asks it closes the connection; who only stops sending gets the answer."""
     with suppress(OSError):  # it has not read all
         if await reader.read(1):
             return

@@ -165,16 +165,21 @@ def _find_process(inode: int, proc: Path, end: float) -> int:
     return 0
 
 
-def _command(proc: Path, pid: int) -> str:
-    """Return the command line of a process, printable and shortened; of a multi-line argument, the first line."""
+def arguments_of(pid: int, proc: Path = PROC) -> list[str]:
+    """Return the beginning of the command line of a process, or its name; nothing if neither is known."""
     try:
         with open(proc / str(pid) / "cmdline", "rb") as file:
             raw = file.read(4 * _LONGEST).rstrip(b"\0")
         if not raw:
             raw = (proc / str(pid) / "comm").read_bytes().rstrip(b"\n")
     except OSError:
-        return ""
-    words = raw.decode(errors="replace").split("\0")
+        return []
+    return raw.decode(errors="replace").split("\0")
+
+
+def _command(proc: Path, pid: int) -> str:
+    """Return the command line of a process, printable and shortened; of a multi-line argument, the first line."""
+    words = arguments_of(pid, proc)
     text = " ".join(f"{word.strip().splitlines()[0]} …" if "\n" in word.strip() else word for word in words)
     text = "".join(char if char.isprintable() else "?" for char in text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -13,7 +13,7 @@ from ...base.errors import DistError, DistNetworkError, ProtocolError
 from ...cli.context import NOT_ALLOWED, ClientContext, exit_status, parse_store
 from ...client.admin import Where, is_local
 from ...server import admin_path
-from ...server.port_holder import PROC, find_holder
+from ...server.port_holder import PROC, arguments_of, find_holder
 
 Answer = TypeVar("Answer")
 
@@ -53,17 +53,14 @@ def find_admin(host: str, port: int) -> Path:
 def _what_listens(port: int) -> str:
     """Return what there is instead of a server that can be asked, and what to do."""
     holder = find_holder("::", port)
-    if holder is None or holder.peer:
+    if (holder is None or holder.peer) and PROC.is_dir():  # elsewhere the holder is never known
         return "nothing listens on that port: check it"
-    try:
-        words = (PROC / str(holder.pid) / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        words = []
-    if b"relay" in words:
+    if holder is not None and "relay" in arguments_of(holder.pid):
         return f"{holder} is a relay: ask its server"
+    there = "check that what listens there" if holder is None else f"{holder} listens there: check that it"
     return (
-        f"{holder} listens there: check that it is a tcpstore_async server (PyTorch's cannot be asked), in a process "
-        "of its own, is running as this user, and was not started with --admin"
+        f"{there} is a tcpstore_async server (PyTorch's cannot be asked), in a process of its own, is running as this "
+        "user, and was not started with --admin"
     )
 
 
@@ -71,7 +68,9 @@ def joined_of(joined: int, size: int, where: str = "") -> str:
     """Return how many have joined, of the number that the server expects."""
     if joined <= size:
         return f"{joined} of {size} ranks have joined{where}"
-    return f"{joined} have joined{where}, {size} expected: some again, or this is the server of torchrun's agents"
+    return (
+        f"{joined} have joined{where}, {size} expected: some joined again, or this is the server of torchrun's agents"
+    )
 
 
 def query(context: ClientContext, admin: Path | None, request: Callable[[Where, float | None], Answer]) -> Answer:

@@ -67,7 +67,7 @@ def test_more_have_joined_than_are_expected(module_sockets: Path) -> None:
         two.join(1)
         text = run_command(server, "who", "--missing", "--world-size", "1").stdout
         assert text.splitlines()[0] == (
-            "2 have joined, 1 expected: some again, or this is the server of torchrun's agents"
+            "2 have joined, 1 expected: some joined again, or this is the server of torchrun's agents"
         )
 
 
@@ -163,6 +163,13 @@ def test_what_listens_instead() -> None:
         with closing(RelayProcess(f"tcp://127.0.0.1:{server.port}")) as relay:
             url = f"tcp://127.0.0.1:{relay.port}"
             fails(run_command(None, "who", "--url", url), ") is a relay: ask its server")
+
+
+def test_where_nothing_tells_what_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc the error said that nothing listens."""
+    monkeypatch.setattr("tcpstore_async.tools.look.asking.PROC", Path("/nowhere"))
+    monkeypatch.setattr("tcpstore_async.tools.look.asking.find_holder", lambda *_: None)
+    fails(run_command(None, "who", "--url", "tcp://127.0.0.1:1"), ": check that what listens there is a tcpstore_async")
 
 
 def test_another_machine() -> None:
